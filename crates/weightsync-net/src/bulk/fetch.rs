@@ -1,6 +1,6 @@
 //! The child's end of bulk links: fetches one version over one or more connections.
 
-mod make;
+mod apply;
 mod requested;
 mod verify;
 
@@ -17,13 +17,13 @@ use weightsync_core::delta::Scratch;
 use weightsync_mem::PartialSlot;
 use weightsync_simd::Crc64;
 
-pub(crate) use self::make::Base;
+pub(crate) use self::apply::Base;
 use self::requested::{Requested, ranges};
 use super::serve::invalid;
 use super::stop::Threads;
 use super::store::{Held, Store};
 use super::throughput::{Throughput, Transferred};
-use super::{SUSPECT, WITHHELD};
+use super::{PATIENCE, SUSPECT, WITHHELD};
 use crate::link::stream::Stream;
 use crate::link::{Credentials, blocking};
 use crate::relay::Item;
@@ -147,19 +147,20 @@ impl Connections {
 
 /// A fetch under way. Dropping it stops it; its threads then end without a join.
 pub(crate) struct Fetch {
-    shared: Arc<Shared>,
+    task: Arc<FetchTask>,
 }
 
 impl fmt::Debug for Fetch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Fetch")
-            .field("item", &self.shared.item)
-            .field("parent", &self.shared.parent)
+            .field("item", &self.task.item)
+            .field("parent", &self.task.parent)
             .finish_non_exhaustive()
     }
 }
 
-struct Shared {
+/// What the threads of a fetch share.
+struct FetchTask {
     item: Item,
     parent: Parent,
     connections: Arc<Connections>,
@@ -171,7 +172,7 @@ struct Shared {
     stopped: AtomicBool,
     /// A delta did not fit the base here.
     base_mismatch: AtomicBool,
-    /// The first block that came and is not the published one.
+    /// The first block that arrived and is not the published one.
     altered: OnceLock<usize>,
     /// The sender has not the version any more, so nothing can be compared.
     digests_gone: AtomicBool,
@@ -210,7 +211,7 @@ impl Fetch {
         let most = connections.most.saturating_sub(others);
         let count = most.min(missing.len().div_ceil(4)).max(1);
         let throughput = connections.throughput(parent);
-        let shared = Arc::new(Shared {
+        let task = Arc::new(FetchTask {
             item,
             parent,
             connections: connections.clone(),
@@ -233,42 +234,42 @@ impl Fetch {
             coded: AtomicU64::new(0),
             done: Box::new(done),
         });
-        shared.clone().ask_digests();
+        task.clone().ask_digests();
         for part in 0..count {
             let turns = missing.iter().copied().enumerate();
             // The blocks of one span go over one connection, because they may come as one delta.
-            let turn = |(turn, index): &(usize, usize)| match &shared.base {
+            let turn = |(turn, index): &(usize, usize)| match &task.base {
                 Some(_) => index / SPAN_BLOCKS,
                 None => *turn,
             };
             let mine = turns.filter(|one| turn(one) % count == part);
             let mine: Vec<usize> = mine.map(|(_, index)| index).collect();
-            let own = shared.clone();
+            let own = task.clone();
             let work = move || {
                 let end = own.fetch(&mine);
                 own.end(end);
             };
             if let Err(error) = threads.spawn("weightsync-fetch", work) {
-                shared.end(Err(error));
+                task.end(Err(error));
             }
         }
-        Self { shared }
+        Self { task }
     }
 
     /// Takes the bytes transferred since the last call, if they are at least `least`; otherwise
     /// nothing.
     pub(crate) fn take_transferred(&self, least: u64) -> Transferred {
-        self.shared.take_transferred(least)
+        self.task.take_transferred(least)
     }
 }
 
 impl Drop for Fetch {
     fn drop(&mut self) {
-        self.shared.stop();
+        self.task.stop();
     }
 }
 
-impl Shared {
+impl FetchTask {
     /// Fetches one connection's share.
     fn fetch(&self, indices: &[usize]) -> io::Result<Option<FetchEnd>> {
         if indices.is_empty() {
@@ -352,7 +353,7 @@ impl Shared {
             // The parent has said that it has sent everything.
             let mut missing = self.slot.missing();
             if let Some(index) = missing.find(|index| requested.awaits(*index)) {
-                return Err(invalid(Unsent { index }));
+                return Err(invalid(Misbehaved::Unsent { index }));
             }
         }
         self.connections.give_back(self.parent, socket);
@@ -382,7 +383,7 @@ impl Shared {
                 read_exact(socket, &mut head)?;
                 header.check(&head).map_err(invalid)?;
                 let head = DeltaHead::decode(&head).map_err(invalid)?;
-                let made = self.make(socket, &head, requested, &mut scratch);
+                let made = self.receive_delta(socket, &head, requested, &mut scratch);
                 self.store.notify();
                 made?;
                 last = Instant::now();
@@ -393,7 +394,7 @@ impl Shared {
                 read_exact(socket, &mut head)?;
                 header.check(&head).map_err(invalid)?;
                 let head = BlockHead::decode(&head).map_err(invalid)?;
-                let taken = self.take(socket, &head, requested);
+                let taken = self.receive_block(socket, &head, requested);
                 // The block is here, or another fetch may take it now.
                 self.store.notify();
                 taken?;
@@ -401,10 +402,10 @@ impl Shared {
                 continue;
             }
             match read_message(socket, &header)? {
-                ToChild::Digests { .. } => return Err(invalid(Unasked)),
+                ToChild::Digests { .. } => return Err(invalid(Misbehaved::Unasked)),
                 ToChild::Idle if self.parent.agent == 0 => {}
                 ToChild::Idle if last.elapsed() < self.connections.withheld => {}
-                ToChild::Idle => return Err(io::Error::other(Withheld)),
+                ToChild::Idle => return Err(io::Error::other(Misbehaved::Withheld)),
                 ToChild::End => return Ok(None),
                 ToChild::Gone { .. } => return Ok(Some(FetchEnd::NotThere)),
             }
@@ -412,7 +413,7 @@ impl Shared {
     }
 
     /// Reads one block into its place in the image.
-    fn take(
+    fn receive_block(
         &self,
         socket: &mut Stream,
         head: &BlockHead,
@@ -429,17 +430,17 @@ impl Shared {
         let Some(mut piece) = self.slot.take(index) else {
             return skip(socket, head.bytes);
         };
-        let coming = self.throughput.begin(Instant::now());
+        let arrival = self.throughput.begin(Instant::now());
         let mut crc = Crc64::new();
         for part in piece.chunks_mut(GULP) {
             read_exact(socket, part)?;
             crc.update(part);
             // Measured with the checksum: bytes that a buffer already holds come at the speed of
             // memory, and tell nothing about the link.
-            coming.more(part.len(), Instant::now());
+            arrival.more(part.len(), Instant::now());
             self.bytes.fetch_add(part.len() as u64, Ordering::Relaxed);
         }
-        drop(coming);
+        drop(arrival);
         let crc = crc.value();
         head.check_crc(crc).map_err(invalid)?;
         self.verify(index, &piece, requested)?;
@@ -497,13 +498,13 @@ impl Shared {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
         self.coded.fetch_sub(coded, Ordering::Relaxed);
         let all = self.throughput.transferred();
-        let mut came = all.share(std::mem::replace(&mut before, all), bytes);
+        let mut taken = all.share(std::mem::replace(&mut before, all), bytes);
         if coded > bytes / 8 {
             // A time of zero is no measurement.
-            came.busy = Duration::ZERO;
+            taken.busy = Duration::ZERO;
         }
-        came.bytes += coded;
-        came
+        taken.bytes += coded;
+        taken
     }
 
     /// Closes the connections, as data under way is no longer wanted.
@@ -543,21 +544,23 @@ fn skip(socket: &mut Stream, bytes: u32) -> io::Result<()> {
     Ok(())
 }
 
-/// The parent ended the fetch without a block that was requested.
+/// What a parent or the sender did wrong.
 #[derive(Debug, thiserror::Error)]
-#[error("the parent says that it sent everything, but block {index} is missing")]
-struct Unsent {
-    index: usize,
+enum Misbehaved {
+    #[error("the parent says that it sent everything, but block {index} is missing")]
+    Unsent { index: usize },
+    #[error("the relay said for {WITHHELD:?} that it has nothing yet, and sent nothing else")]
+    Withheld,
+    #[error("the parent told digests, which nobody asked it for")]
+    Unasked,
+    #[error("block {index} is not the one that the sender published: its BLAKE3 digest is another")]
+    Altered { index: usize },
+    #[error("the sender did not tell the digest of block {index} within {PATIENCE:?}")]
+    Untold { index: usize },
+    /// The sender told two digests of one block, or one of a block that the version has not.
+    #[error("the sender told a digest of block {index} that does not fit the version")]
+    Contradicts { index: usize },
 }
-
-#[derive(Debug, thiserror::Error)]
-#[error("the relay said for {WITHHELD:?} that it has nothing yet, and sent nothing else")]
-struct Withheld;
-
-/// The parent told digests that were not requested.
-#[derive(Debug, thiserror::Error)]
-#[error("the parent told digests, which nobody asked it for")]
-struct Unasked;
 
 fn read_message(socket: &mut Stream, header: &Header) -> io::Result<ToChild> {
     let mut payload = vec![0; header.len];

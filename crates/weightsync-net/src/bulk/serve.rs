@@ -131,7 +131,7 @@ impl Serving {
                 request = read_request(&mut socket, self.quiet) => request,
                 () = closed.notified() => return,
             };
-            if !child.is_now(Doing::Busy) {
+            if !child.note_doing(Doing::Busy) {
                 return;
             }
             let answered = match request {
@@ -140,7 +140,7 @@ impl Serving {
                 Err(error) => Err(error),
             };
             match answered {
-                Ok(Some(same)) if child.is_now(Doing::Idle) => socket = same,
+                Ok(Some(same)) if child.note_doing(Doing::Idle) => socket = same,
                 Ok(Some(_)) => return,
                 Ok(None) => return,
                 Err(error) => {
@@ -207,28 +207,45 @@ impl Serving {
             let Some(permit) = self.turn(&mut socket, &mut transfer).await? else {
                 return Ok(Some(socket));
             };
-            let mut stream = socket.into_blocking()?;
-            stream.socket().set_write_timeout(Some(STUCK))?;
-            let Some(watched) = self.threads.watch(stream.socket())? else {
+            let work = move |stream: &mut Stream| {
+                let is_over = transfer.serve_turn(stream)?;
+                Ok::<_, io::Error>((transfer, is_over))
+            };
+            let Some((same, (rest, is_over))) = self.on_thread(socket, permit, work).await? else {
                 return Ok(None);
             };
-            let (done, served) = oneshot::channel();
-            self.threads.spawn("weightsync-serve", move || {
-                let result = transfer.serve_turn(&mut stream);
-                drop((watched, permit));
-                // The child may have gone meanwhile; then nobody receives this.
-                let _ = done.send((transfer, result.map(|over| (stream, over))));
-            })?;
-            let Ok((same, result)) = served.await else {
-                return Ok(None);
-            };
-            let (stream, over) = result?;
-            socket = stream.into_async()?;
-            if over {
+            (socket, transfer) = (same, rest);
+            if is_over {
                 return Ok(Some(socket));
             }
-            transfer = same;
         }
+    }
+
+    /// Has a thread work on a connection, which is returned with the result; `None` if the process
+    /// ends.
+    async fn on_thread<T: Send + 'static>(
+        &self,
+        socket: AsyncStream,
+        permit: OwnedSemaphorePermit,
+        work: impl FnOnce(&mut Stream) -> io::Result<T> + Send + 'static,
+    ) -> io::Result<Option<(AsyncStream, T)>> {
+        let mut stream = socket.into_blocking()?;
+        stream.socket().set_write_timeout(Some(STUCK))?;
+        let Some(watched) = self.threads.watch(stream.socket())? else {
+            return Ok(None);
+        };
+        let (done, is_done) = oneshot::channel();
+        self.threads.spawn("weightsync-serve", move || {
+            let result = work(&mut stream);
+            drop((watched, permit));
+            // The child may have gone meanwhile; then nobody receives this.
+            let _ = done.send(result.map(|result| (stream, result)));
+        })?;
+        let Ok(done) = is_done.await else {
+            return Ok(None);
+        };
+        let (stream, result) = done?;
+        Ok(Some((stream.into_async()?, result)))
     }
 
     /// Waits for this fetch's turn, and sends `Idle` meanwhile so that the child does not take the
@@ -262,8 +279,8 @@ impl Serving {
         }
     }
 
-    /// Looks up the delta of a span, and waits a moment if it is not known yet.
-    fn look<'a>(
+    /// The state of a span's delta; waits a moment if it is not known yet.
+    fn delta_state<'a>(
         &self,
         delta: &'a Delta,
         held: &Held,
@@ -322,7 +339,7 @@ struct Connected {
 
 impl Connected {
     /// Notes what it does. False if its connection is closed for another one.
-    fn is_now(&self, doing: Doing) -> bool {
+    fn note_doing(&self, doing: Doing) -> bool {
         locked(&self.all).is_now(self.number, doing)
     }
 }

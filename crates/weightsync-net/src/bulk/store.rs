@@ -83,7 +83,7 @@ impl Held {
     }
 
     /// Holds a version that is still arriving.
-    pub(crate) fn coming(slot: Arc<PartialSlot>) -> Self {
+    pub(crate) fn arriving(slot: Arc<PartialSlot>) -> Self {
         let blocks = slot.pieces();
         Self::with(Source::Arriving(slot), blocks)
     }
@@ -100,7 +100,7 @@ impl Held {
 
     /// Registers a connection as sending this version until the result is dropped; `None` if the
     /// version is no longer served.
-    pub(super) fn goes_by(&self, socket: &TcpStream) -> io::Result<Option<OutgoingGuard<'_>>> {
+    pub(super) fn register(&self, socket: &TcpStream) -> io::Result<Option<OutgoingGuard<'_>>> {
         let socket = socket.try_clone()?;
         let mut outgoing = self.outgoing();
         if self.is_revoked() {
@@ -203,7 +203,8 @@ impl Held {
         }
     }
 
-    fn look(&self, index: usize) -> BlockState<'_> {
+    /// The state of a block now.
+    fn state(&self, index: usize) -> BlockState<'_> {
         if self.is_revoked() {
             return BlockState::Gone;
         }
@@ -447,12 +448,12 @@ impl Store {
         self.changed.notify_all();
     }
 
-    /// Waits until `is_so` holds, the store is closed, or `patience` is over. `is_so` is checked
-    /// after each [`notify`](Self::notify).
-    pub(crate) fn wait_until(&self, is_so: impl Fn() -> bool, patience: Duration) {
+    /// Waits until `condition` holds, the store is closed, or `patience` is over. `condition` is
+    /// checked after each [`notify`](Self::notify).
+    pub(crate) fn wait_until(&self, condition: impl Fn() -> bool, patience: Duration) {
         #[cfg(test)]
         self.waits.fetch_add(1, Ordering::Release);
-        let waits = |state: &mut StoreState| !state.closed && !is_so();
+        let waits = |state: &mut StoreState| !state.closed && !condition();
         let waited = self
             .changed
             .wait_timeout_while(self.state(), patience, waits);
@@ -476,19 +477,19 @@ impl Store {
         index: usize,
         pause: Duration,
     ) -> BlockState<'a> {
-        if let look @ (BlockState::Ready(..) | BlockState::Gone) = held.look(index) {
-            return look;
+        if let known @ (BlockState::Ready(..) | BlockState::Gone) = held.state(index) {
+            return known;
         }
         let state = self.state();
         if state.closed {
             return BlockState::Gone;
         }
-        if let look @ (BlockState::Ready(..) | BlockState::Gone) = held.look(index) {
-            return look;
+        if let known @ (BlockState::Ready(..) | BlockState::Gone) = held.state(index) {
+            return known;
         }
         let waited = self.changed.wait_timeout(state, pause);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
-        held.look(index)
+        held.state(index)
     }
 
     /// Stops serving everything, and ends every wait here.
@@ -529,11 +530,11 @@ mod tests {
             let (store, done) = (&store, &done);
             let wait = |patience| {
                 let looked = looked.clone();
-                let is_so = move || {
+                let is_done = move || {
                     let _ = looked.send(());
                     done.load(Ordering::Acquire)
                 };
-                scope.spawn(move || store.wait_until(is_so, patience))
+                scope.spawn(move || store.wait_until(is_done, patience))
             };
             let waits = wait(LONG);
             look.recv().unwrap();

@@ -128,7 +128,7 @@ fn child_by(name: &str, address: SocketAddr, connections: Connections, item: Ite
     let relay = Relay::create(listener.unwrap(), SECRET, (RUN, 1), &[model], options).unwrap();
     let slot = relay.partial_slot(ITEM.model, ITEM.version, BLOCK as usize);
     let slot = slot.unwrap().unwrap();
-    let held = Arc::new(Held::coming(slot.clone()));
+    let held = Arc::new(Held::arriving(slot.clone()));
     let parent = Parent { agent: 2, address };
     let (note, ends) = mpsc::channel();
     let store = Arc::new(Store::of_relay());

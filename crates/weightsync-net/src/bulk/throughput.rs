@@ -33,9 +33,9 @@ pub(super) struct Throughput(Mutex<Gauge>);
 /// The same for one thread: plain values in, plain values out.
 #[derive(Debug, Default)]
 pub(crate) struct Gauge {
-    came: Transferred,
+    transferred: Transferred,
     /// Blocks that are arriving now.
-    coming: u32,
+    arriving: u32,
     /// Up to when the time is counted, while a block is arriving.
     counted: Option<Instant>,
 }
@@ -77,32 +77,32 @@ impl Drop for Arrival<'_> {
 impl Gauge {
     /// Everything that has been transferred.
     pub(crate) fn transferred(&self) -> Transferred {
-        self.came
+        self.transferred
     }
 
     /// A block begins to arrive.
     pub(crate) fn begin(&mut self, now: Instant) {
         self.count(now);
-        self.coming += 1;
+        self.arriving += 1;
     }
 
     /// More bytes of a block have arrived.
     pub(crate) fn more(&mut self, bytes: u64, now: Instant) {
         self.count(now);
-        self.came.bytes += bytes;
+        self.transferred.bytes += bytes;
     }
 
     /// A block no longer arrives. Its last bytes that were not counted did not arrive.
     pub(crate) fn end(&mut self) {
-        self.coming -= 1;
+        self.arriving -= 1;
     }
 
     fn count(&mut self, now: Instant) {
         let before = self.counted.replace(now);
-        if self.coming > 0
+        if self.arriving > 0
             && let Some(before) = before
         {
-            self.came.busy += now.saturating_duration_since(before);
+            self.transferred.busy += now.saturating_duration_since(before);
         }
     }
 }
@@ -131,7 +131,7 @@ mod tests {
     fn meter_sums_parallel_transfers() {
         let (throughput, start) = (Throughput::default(), Instant::now());
         let at = |seconds| start + Duration::from_secs(seconds);
-        let came = |bytes, millis| Transferred {
+        let transferred = |bytes, millis| Transferred {
             bytes,
             busy: Duration::from_millis(millis),
         };
@@ -144,15 +144,18 @@ mod tests {
         drop(one);
         other.more(10, at(3));
         drop(other);
-        assert_eq!(throughput.transferred(), came(30, 3000));
-        assert_eq!(throughput.transferred().share(before, 15), came(15, 1500));
+        assert_eq!(throughput.transferred(), transferred(30, 3000));
+        assert_eq!(
+            throughput.transferred().share(before, 15),
+            transferred(15, 1500)
+        );
         // Time in which the parent itself waits for the block does not count.
         let late = throughput.begin(at(60));
         late.more(10, at(61));
-        assert_eq!(throughput.transferred(), came(40, 4000));
+        assert_eq!(throughput.transferred(), transferred(40, 4000));
         assert_eq!(
             Transferred::default().share(Transferred::default(), 0),
-            came(0, 0)
+            transferred(0, 0)
         );
     }
 }

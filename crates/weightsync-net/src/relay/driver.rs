@@ -1,14 +1,27 @@
-//! The driver of an agent: it performs the decisions of its [plan](super::plan).
+//! The driver of an agent: `event → plan → effects`.
+//!
+//! One task owns everything here. It takes one event after the other, and tells the
+//! [plan](super::plan) what happened. [`perform`] has every effect that the plan decides on.
+//!
+//! | concept | file |
+//! |---|---|
+//! | workers join, ask and leave | [`joining`] |
+//! | versions arrive | [`fetching`] |
+//! | relays below are served | [`serving`] |
+//! | the sender is told | [`reporting`] |
+//! | the sender's messages | [`messages`] |
+//! | the sender is found again | [`reconnect`] |
 
-mod asks;
-mod convert;
-mod fetched;
+mod fetching;
+mod joining;
 mod messages;
 mod perform;
 mod reconnect;
+mod reporting;
 mod scrub;
+mod serving;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -16,35 +29,20 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::time::Instant;
+use weightsync_core::Run;
 use weightsync_core::digest::Digest;
-use weightsync_core::{Run, WorkerId};
 use weightsync_engine::log_limiter::{self, LogLimiter};
 use weightsync_mem::protocol::MAX_SLOTS;
-use weightsync_mem::{
-    self as mem, Delivery, Ending, Listener, PartialSlot, Relay, SegmentOptions, Snapshot,
-    WaitStyle, WorkerInstance,
-};
+use weightsync_mem::{self as mem, Ending, Listener, Relay, SegmentOptions, WaitStyle};
 
-use self::asks::Question;
-use self::convert::join_message;
+use self::fetching::{Fetched, Fetches};
+use self::joining::Members;
 use super::join::Joined;
-use super::plan::{Input, Item, Plan};
+use super::plan::{Item, Plan};
 use super::{AgentOptions, StartError};
-use crate::bulk::{
-    Connections, Fetch, FetchEnd, Held, MEASURABLE, Parent, Served, Serving, Store, Threads,
-    Transferred,
-};
-use crate::link::Credentials;
-use crate::link::listen::accept_all;
-use crate::link::{Link, LinkEnd, STARVED};
-use crate::wire::hello::Role;
-use crate::wire::message::{FromRoot, ToRoot, WorkerProgress};
-
-/// How often the driver looks for room while there is none.
-const ROOM: Duration = Duration::from_millis(20);
-
-/// How often the driver reports to the sender how much of an arriving version is here.
-const MEASURE: Duration = Duration::from_secs(1);
+use crate::bulk::{Connections, Served, Store, Threads};
+use crate::link::{Credentials, Link, LinkEnd, STARVED};
+use crate::wire::message::{FromRoot, ToRoot};
 
 /// How often the driver runs at the least, so that it notices a standstill of its process.
 const RUNS: Duration = Duration::from_secs(1);
@@ -60,7 +58,7 @@ pub(crate) enum Event {
         what: Result<FromRoot, LinkEnd>,
     },
     /// Events of this host's workers.
-    Near(Vec<mem::Event>),
+    Local(Vec<mem::Event>),
     /// A fetch has ended.
     Fetched(Fetched),
     /// Something was served to a relay below.
@@ -71,91 +69,37 @@ pub(crate) enum Event {
     Stop,
 }
 
-/// A fetch that has ended.
-pub(crate) struct Fetched {
-    number: u64,
-    item: Item,
-    /// The agent that it was fetched from.
-    parent: u64,
-    end: FetchEnd,
-    came: Transferred,
-}
-
 pub(crate) struct Driver {
     options: AgentOptions,
     credentials: Credentials,
     run: Run,
+    /// This agent's number.
     agent: u64,
     root: SocketAddr,
     /// The link to the sender and its number; none while the link is broken.
     link: Option<(u64, Link<ToRoot>)>,
     links: u64,
-    events: mpsc::Sender<Event>,
-    relay: Arc<Relay>,
-    near: Option<std::thread::JoinHandle<()>>,
-    plan: Plan,
-    parent: Option<Parent>,
-    coming: BTreeMap<Item, (Arc<PartialSlot>, Arc<Held>)>,
-    whole: BTreeMap<Item, Snapshot>,
-    fetching: BTreeMap<Item, Fetching>,
-    fetches: u64,
-    /// The versions whose digests are wanted; the first is being computed.
-    scrubs: VecDeque<Item>,
-    /// When to look for room again, if there was none.
-    room: Instant,
-    /// When to report to the sender how much has arrived.
-    measures: Instant,
-    /// How many fetches in a row broke off.
-    failures: u32,
-    /// When to report to the sender that a parent is lost.
-    complain: Option<(Instant, u64, String)>,
-    log_limiter: LogLimiter,
-    workers: BTreeMap<WorkerId, Worker>,
-    joining: BTreeMap<u64, Joining>,
-    /// Workers announced again to a sender that may know them, by ticket.
-    rejoining: BTreeMap<u64, WorkerInstance>,
     /// The link on which the sender was silent, until the sender knows the workers on the new one.
     before: Option<(u64, Link<ToRoot>)>,
-    tickets: u64,
+    events: mpsc::Sender<Event>,
+    relay: Arc<Relay>,
+    /// The thread that watches the workers of this host.
+    watch: Option<std::thread::JoinHandle<()>>,
+    plan: Plan,
+    members: Members,
+    fetches: Fetches,
+    /// The versions whose digests are wanted; the first is being computed.
+    scrubs: VecDeque<Item>,
+    log_limiter: LogLimiter,
     store: Arc<Store>,
     threads: Arc<Threads>,
     connections: Arc<Connections>,
-    bulk: Option<u16>,
+    /// Where it serves relays below, if it does.
     serves: Option<SocketAddr>,
     /// How many bytes of versions have been fetched.
     travelled: Arc<AtomicU64>,
     /// The sender has said goodbye. The agent ends once nothing is pending, or at this time.
     closes: Option<Instant>,
-}
-
-struct Worker {
-    who: WorkerInstance,
-    joining: Joining,
-    /// The worker's question until it is answered.
-    asks: Option<Question>,
-}
-
-/// A fetch under way.
-struct Fetching {
-    number: u64,
-    parent: Parent,
-    /// The fetch goes to the sender instead of the parent.
-    instead: bool,
-    /// Dropping this stops the fetch.
-    fetch: Fetch,
-}
-
-/// What a worker stated when it joined.
-#[derive(Clone)]
-struct Joining {
-    who: WorkerInstance,
-    pid: u32,
-    models: u64,
-    delivery: Delivery,
-    device: String,
-    seen: weightsync_core::Epoch,
-    /// The number that the segment gives it until it is admitted.
-    ticket: u64,
 }
 
 impl Driver {
@@ -170,61 +114,23 @@ impl Driver {
         let Joined {
             link,
             root,
-            run,
-            agent,
-            slots,
-            pid,
-            verify,
+            welcome,
             models,
             bulk,
-            ..
         } = joined;
-        let segment = SegmentOptions {
-            // One slot for the live version and one for the next. A slow relay below gets a slot of
-            // its own once there is one.
-            slots: slots.max(2),
-            // A worker that holds many versions must not hold up other hosts, so the relay grows
-            // instead, which costs memory only here.
-            max_slots: MAX_SLOTS as u8,
-            history: 0,
-            wait: WaitStyle::Sleep,
-            refused: log_limiter::refused,
-            // The trainer decides who may join, and with what queue.
-            ..SegmentOptions::default()
-        };
-        let relay = Relay::create(listener, options.secret, (run, pid), &models, segment)
+        let (run, agent) = (welcome.run, welcome.agent);
+        let (sender, segment) = ((run, welcome.pid), segment(welcome.slots));
+        let relay = Relay::create(listener, options.secret, sender, &models, segment)
             .map_err(StartError::Memory)?;
         let relay = Arc::new(relay);
-        let near = watch(&relay, &events).map_err(StartError::os("starting the relay's watch"))?;
-        let store = Arc::new(Store::of_relay());
-        let threads = Arc::new(Threads::default());
-        let serves = bulk.as_ref().and_then(|bulk| bulk.local_addr().ok());
-        if let Some(bulk) = bulk {
-            let told = events.clone();
-            let tell = move |served| {
-                let _ = told.blocking_send(Event::Served(served));
-            };
-            let serving = Serving::new((run, models.len()), store.clone(), threads.clone(), tell);
-            let take = move |socket, _from, role| {
-                if role == Role::Bulk {
-                    tokio::spawn(serving.clone().child(socket));
-                }
-            };
-            tokio::spawn(accept_all(
-                bulk,
-                credentials.clone(),
-                || false,
-                |_| {},
-                take,
-            ));
-        }
+        let watch = watch(&relay, &events).map_err(StartError::os("starting the relay's watch"))?;
         let connections = Connections::new(
             credentials.clone(),
             (run, agent),
             options.connections,
-            verify.then_some(root),
+            welcome.verify.then_some(root),
         );
-        Ok(Self {
+        let mut driver = Self {
             options: options.clone(),
             credentials,
             run,
@@ -232,34 +138,26 @@ impl Driver {
             root,
             link: Some((0, link)),
             links: 0,
+            before: None,
             events,
             relay,
-            near: Some(near),
+            watch: Some(watch),
             plan: Plan::new(),
-            parent: None,
-            coming: BTreeMap::new(),
-            whole: BTreeMap::new(),
-            fetching: BTreeMap::new(),
-            fetches: 0,
+            members: Members::default(),
+            fetches: Fetches::new(),
             scrubs: VecDeque::new(),
-            room: Instant::now(),
-            measures: Instant::now(),
-            failures: 0,
-            complain: None,
             log_limiter: LogLimiter::default(),
-            workers: BTreeMap::new(),
-            joining: BTreeMap::new(),
-            rejoining: BTreeMap::new(),
-            before: None,
-            tickets: 0,
-            store,
-            threads,
+            store: Arc::new(Store::of_relay()),
+            threads: Arc::default(),
             connections: Arc::new(connections),
-            bulk: serves.map(|serves| serves.port()),
-            serves,
+            serves: None,
             travelled: Arc::default(),
             closes: None,
-        })
+        };
+        if let Some(bulk) = bulk {
+            driver.serve(bulk, models.len());
+        }
+        Ok(driver)
     }
 
     pub(super) fn serves(&self) -> Option<SocketAddr> {
@@ -278,65 +176,64 @@ impl Driver {
             {
                 break Ending::Closed;
             }
-            let room = self.plan.waits_for_room().then_some(self.room);
-            let complain = self.complain.as_ref().map(|(at, ..)| *at);
-            let measures = (!self.fetching.is_empty()).then_some(self.measures);
-            let due = [room, complain, measures, self.closes];
             let since = Instant::now();
+            let due = [self.fetches_due(), self.closes];
             let due = due.into_iter().flatten().fold(since + RUNS, Instant::min);
             let event = tokio::select! {
                 event = inbox.recv() => Some(event.unwrap_or(Event::Stop)),
                 () = tokio::time::sleep_until(due) => None,
             };
-            tell_of_a_standstill(since.elapsed());
-            let Some(event) = event else {
-                self.timers();
-                continue;
-            };
+            warn_of_a_standstill(since.elapsed());
             match event {
-                Event::Stop => break Ending::Moved,
-                Event::Root { number, what } => {
-                    if self
-                        .link
-                        .as_ref()
-                        .is_none_or(|(current, _)| *current != number)
-                    {
-                        continue;
+                None => self.on_time(),
+                Some(Event::Stop) => break Ending::Moved,
+                // Events of an earlier link.
+                Some(Event::Root { number, .. }) if !self.is_current(number) => {}
+                Some(Event::Root { what: Err(end), .. }) => {
+                    let link = self.link.take();
+                    // A sender that gets to run again would take a closed link for the death of
+                    // this process.
+                    if matches!(end, LinkEnd::Silent(_)) {
+                        self.before = link;
                     }
-                    match what {
-                        Ok(message) => self.on_message(message),
-                        Err(end) => {
-                            let link = self.link.take();
-                            // A sender that gets to run again would take a closed link for the
-                            // death of this process.
-                            if matches!(end, LinkEnd::Silent(_)) {
-                                self.before = link;
-                            }
-                            if let Some(ending) = self.reconnect(&end, &mut inbox).await {
-                                break ending;
-                            }
-                        }
+                    if let Some(ending) = self.reconnect(&end, &mut inbox).await {
+                        break ending;
                     }
                 }
-                Event::Near(events) => self.on_local(events),
-                Event::Fetched(fetched) => self.fetched(fetched),
-                Event::Served(served) => self.served(served),
-                Event::Scrubbed { item, digest } => self.scrubbed(item, digest),
+                Some(event) => self.handle(event),
             }
         };
         self.end(ending, inbox).await
     }
 
+    /// Handles an event that does not end the link.
+    fn handle(&mut self, event: Event) {
+        match event {
+            Event::Root {
+                what: Ok(message), ..
+            } => self.on_message(message),
+            Event::Local(events) => self.on_local(events),
+            Event::Fetched(fetched) => self.fetched(fetched),
+            Event::Served(served) => self.served(served),
+            Event::Scrubbed { item, digest } => self.scrubbed(item, digest),
+            Event::Root { what: Err(_), .. } | Event::Stop => {}
+        }
+    }
+
+    fn is_current(&self, number: u64) -> bool {
+        self.link.as_ref().is_some_and(|(own, _)| *own == number)
+    }
+
     async fn end(mut self, ending: Ending, mut inbox: mpsc::Receiver<Event>) -> Ending {
         self.relay.close(ending);
         self.store.close();
-        self.fetching.clear();
+        self.fetches.under_way.clear();
         self.threads.stop();
-        let (near, threads) = (self.near.take(), self.threads.clone());
+        let (watch, threads) = (self.watch.take(), self.threads.clone());
         let mut joined = tokio::task::spawn_blocking(move || {
-            if let Some(near) = near {
+            if let Some(watch) = watch {
                 // The panic hook has already reported a panic there.
-                let _ = near.join();
+                let _ = watch.join();
             }
             threads.join();
         });
@@ -346,7 +243,7 @@ impl Driver {
             tokio::select! {
                 biased;
                 Some(event) = inbox.recv() => {
-                    if let Event::Near(events) = event {
+                    if let Event::Local(events) = event {
                         self.on_local(events);
                     }
                 }
@@ -354,7 +251,7 @@ impl Driver {
             }
         }
         while let Ok(event) = inbox.try_recv() {
-            if let Event::Near(events) = event {
+            if let Event::Local(events) = event {
                 self.on_local(events);
             }
         }
@@ -366,168 +263,27 @@ impl Driver {
         }
         ending
     }
+}
 
-    fn timers(&mut self) {
-        let now = Instant::now();
-        if let Some((_, parent, reason)) = self.complain.take_if(|(at, ..)| now >= *at) {
-            self.send(&ToRoot::ParentLost { parent, reason });
-        }
-        if now >= self.measures {
-            self.measures = now + MEASURE;
-            let fetching = self.fetching.iter();
-            let came = fetching.map(|(item, one)| {
-                (
-                    *item,
-                    one.parent.agent,
-                    one.fetch.take_transferred(MEASURABLE),
-                )
-            });
-            for (item, parent, came) in came.collect::<Vec<_>>() {
-                self.send_received(item, parent, came);
-            }
-        }
-        if self.plan.waits_for_room() && now >= self.room {
-            self.room = now + ROOM;
-            self.step([Input::MayHaveRoom]);
-        }
-    }
-
-    fn on_local(&mut self, events: Vec<mem::Event>) {
-        let mut progress = Vec::new();
-        let mut inputs = Vec::new();
-        for event in events {
-            match event {
-                mem::Event::Joins {
-                    ticket,
-                    who,
-                    pid,
-                    models,
-                    delivery,
-                    device,
-                    seen,
-                } => {
-                    let joining = Joining {
-                        who,
-                        pid,
-                        models: models.0,
-                        delivery,
-                        device,
-                        seen,
-                        ticket,
-                    };
-                    self.ask_in(joining);
-                }
-                mem::Event::Progress(one) => {
-                    self.is_answered(one.who, one.through);
-                    progress.push(one);
-                }
-                mem::Event::Unusable { who, reason } => self.send(&ToRoot::Unusable {
-                    worker: who.worker,
-                    instance: who.instance,
-                    reason,
-                }),
-                mem::Event::Asks {
-                    who,
-                    question,
-                    want,
-                } => self.asks(who, question, want),
-                mem::Event::Withdraws { who } => inputs.extend(self.withdraws(who)),
-                mem::Event::Gone { who, died } => {
-                    // Progress is reported before a departure, as the sender forgets the worker
-                    // then.
-                    self.send_progress(std::mem::take(&mut progress));
-                    if self.worker(who).is_some() {
-                        self.workers.remove(&who.worker);
-                    }
-                    self.send(&ToRoot::Gone {
-                        worker: who.worker,
-                        instance: who.instance,
-                        died,
-                    });
-                    inputs.push(Input::Left { who });
-                }
-            }
-        }
-        self.send_progress(progress);
-        // A slot that workers released may be room for the next version.
-        inputs.push(Input::MayHaveRoom);
-        self.step(inputs);
-    }
-
-    /// An admitted worker of this instance.
-    fn worker(&mut self, who: WorkerInstance) -> Option<&mut Worker> {
-        let worker = self.workers.get_mut(&who.worker);
-        worker.filter(|one| one.who == who)
-    }
-
-    /// Asks the sender to admit a worker.
-    fn ask_in(&mut self, joining: Joining) {
-        for gave_up in self.take_those_who_gave_up() {
-            // The number may already belong to the same worker again, or to another one.
-            if gave_up != joining.who {
-                self.send(&ToRoot::Gone {
-                    worker: gave_up.worker,
-                    instance: gave_up.instance,
-                    died: false,
-                });
-            }
-        }
-        self.tickets += 1;
-        let ticket = self.tickets;
-        self.send(&join_message(ticket, &joining));
-        self.joining.insert(ticket, joining);
-    }
-
-    /// Workers that no longer wait for admission: they died or found another route.
-    fn take_those_who_gave_up(&mut self) -> Vec<WorkerInstance> {
-        let relay = &self.relay;
-        let gave_up = self
-            .joining
-            .extract_if(.., |_, one| !relay.waits(one.ticket));
-        gave_up.map(|(_, one)| one.who).collect()
-    }
-
-    fn send_progress(&mut self, progress: Vec<mem::Progress>) {
-        if progress.is_empty() {
-            return;
-        }
-        let all = progress.into_iter().map(|one| WorkerProgress {
-            worker: one.who.worker,
-            instance: one.who.instance,
-            taken: one.taken,
-            through: one.through,
-            loaded: one.loaded,
-            versions: one
-                .versions
-                .into_iter()
-                .map(|(model, version)| Item { model, version })
-                .collect(),
-            refused: one.refused,
-        });
-        for message in ToRoot::progress(all.collect()) {
-            self.send(&message);
-        }
-    }
-
-    fn served(&mut self, served: Served) {
-        match served {
-            Served::Wanted { item } => self.step([Input::Wanted { item }]),
-            Served::Unwanted { item } => self.step([Input::Unwanted { item }]),
-            Served::Sent { .. } => {}
-        }
-    }
-
-    fn send(&mut self, message: &ToRoot) {
-        if let Some((_, link)) = &self.link
-            && !link.send(message)
-        {
-            tracing::warn!("the sender does not keep up");
-        }
+/// The settings of a relay's segment.
+fn segment(slots: u8) -> SegmentOptions {
+    SegmentOptions {
+        // One slot for the live version and one for the next. A slow relay below gets a slot of its
+        // own once there is one.
+        slots: slots.max(2),
+        // A worker that holds many versions must not hold up other hosts, so the relay grows
+        // instead, which costs memory only here.
+        max_slots: MAX_SLOTS as u8,
+        history: 0,
+        wait: WaitStyle::Sleep,
+        refused: log_limiter::refused,
+        // The trainer decides who may join, and with what queue.
+        ..SegmentOptions::default()
     }
 }
 
 /// Says that this process did not get to run while it waited, for at most [`RUNS`] by its own will.
-fn tell_of_a_standstill(waited: Duration) {
+fn warn_of_a_standstill(waited: Duration) {
     if waited >= STARVED {
         tracing::warn!(
             "this process was stopped, or did not get to run, for {waited:.1?}; what waited for it \
@@ -543,11 +299,11 @@ fn watch(
 ) -> std::io::Result<std::thread::JoinHandle<()>> {
     let (relay, events) = (relay.clone(), events.clone());
     std::thread::Builder::new()
-        .name("weightsync-near".into())
+        .name("weightsync-local".into())
         .spawn(move || {
             // Ends when the segment is closed.
-            while let Ok(near) = relay.wait(None) {
-                if !near.is_empty() && events.blocking_send(Event::Near(near)).is_err() {
+            while let Ok(local) = relay.wait(None) {
+                if !local.is_empty() && events.blocking_send(Event::Local(local)).is_err() {
                     return;
                 }
             }

@@ -17,7 +17,7 @@ use crate::link::stream::AsyncStream;
 use crate::link::{self, Credentials, DialError, Link, LinkEnd};
 use crate::tls::Peer;
 use crate::wire::hello::{HelloError, Role};
-use crate::wire::message::{FromRoot, ModelAssembler, RefusalRemedy, ToRoot};
+use crate::wire::message::{FromRoot, ModelAssembler, RefusalRemedy, ToRoot, Welcome};
 
 /// How long a sender may take for the next part of its welcome. Even over a link of 1 Mbit/s a part
 /// takes less.
@@ -26,20 +26,11 @@ const NEXT: Duration = Duration::from_secs(10);
 /// Messages of a link before the driver takes it over.
 type Messages = mpsc::Receiver<(u64, Result<FromRoot, LinkEnd>)>;
 
-/// What an agent knows after it has joined.
+/// What an agent has after it has joined.
 pub(crate) struct Joined {
     pub(crate) link: Link<ToRoot>,
     pub(crate) root: SocketAddr,
-    pub(crate) run: Run,
-    /// The number that the sender gave it.
-    pub(crate) agent: u64,
-    /// The sender's name for itself.
-    pub(crate) address: String,
-    pub(crate) slots: u8,
-    /// The sender's process.
-    pub(crate) pid: u32,
-    /// Whether blocks of relays are compared with the sender's digests.
-    pub(crate) verify: bool,
+    pub(crate) welcome: Welcome,
     pub(crate) models: Vec<ModelSpec>,
     /// The listener for other hosts, if the agent serves any.
     pub(crate) bulk: Option<TcpListener>,
@@ -82,7 +73,7 @@ pub(crate) async fn join(
         .and_then(|bulk| Some(bulk.local_addr().ok()?.port()));
     let before = (port, Before::default());
     let greeted = greet(socket, options, before, 0, events);
-    let (link, welcome) = match until {
+    let (link, welcome, models) = match until {
         None => greeted.await?,
         Some(until) => {
             let greeted = tokio::time::timeout_at(until.into(), greeted).await;
@@ -98,24 +89,10 @@ pub(crate) async fn join(
             got: welcome.run.epoch,
         });
     }
-    let Welcome {
-        run,
-        agent,
-        address,
-        slots,
-        pid,
-        verify,
-        models,
-    } = welcome;
     Ok(Joined {
         link,
         root,
-        run,
-        agent,
-        address,
-        slots,
-        pid,
-        verify,
+        welcome,
         models,
         bulk,
     })
@@ -128,17 +105,6 @@ async fn listen(own: IpAddr, access: &Access) -> Result<Option<TcpListener>, Sta
     Ok(TcpListener::bind(any).await.ok())
 }
 
-/// What a sender tells an agent that joins.
-pub(crate) struct Welcome {
-    pub(crate) run: Run,
-    pub(crate) agent: u64,
-    pub(crate) address: String,
-    pub(crate) slots: u8,
-    pub(crate) pid: u32,
-    pub(crate) verify: bool,
-    pub(crate) models: Vec<ModelSpec>,
-}
-
 /// Introduces this agent and receives the welcome. `number` tells this link's events from those of
 /// earlier links.
 pub(crate) async fn greet(
@@ -147,7 +113,7 @@ pub(crate) async fn greet(
     (bulk, before): (Option<u16>, Before),
     number: u64,
     events: &mpsc::Sender<Event>,
-) -> Result<(Link<ToRoot>, Welcome), StartError> {
+) -> Result<(Link<ToRoot>, Welcome, Vec<ModelSpec>), StartError> {
     // A channel of its own until the welcome is complete, so that no other events are mixed in.
     let (own, mut messages) = mpsc::channel(64);
     let forward = events.clone();
@@ -162,7 +128,7 @@ pub(crate) async fn greet(
         holds: before.holds.clone(),
         run: before.run,
     });
-    let welcome = read_welcome(&mut messages, NEXT).await?;
+    let (welcome, models) = read_welcome(&mut messages, NEXT).await?;
     // From here on, messages go to the driver.
     tokio::spawn(async move {
         while let Some((number, what)) = messages.recv().await {
@@ -171,26 +137,19 @@ pub(crate) async fn greet(
             }
         }
     });
-    Ok((link, welcome))
+    Ok((link, welcome, models))
 }
 
-async fn read_welcome(messages: &mut Messages, patience: Duration) -> Result<Welcome, StartError> {
+async fn read_welcome(
+    messages: &mut Messages,
+    patience: Duration,
+) -> Result<(Welcome, Vec<ModelSpec>), StartError> {
     let broken = |what: &str| StartError::Broken(what.into());
-    let FromRoot::Welcome {
-        run,
-        agent,
-        address,
-        models: count,
-        slots,
-        max_slots: _,
-        pid,
-        verify,
-    } = next(messages, patience).await?
-    else {
+    let FromRoot::Welcome(welcome) = next(messages, patience).await? else {
         return Err(broken("expected a welcome first"));
     };
-    let mut models = Vec::with_capacity(count.into());
-    for expected in 0..count {
+    let mut models = Vec::with_capacity(welcome.models.into());
+    for expected in 0..welcome.models {
         let FromRoot::Model {
             index,
             layout_bytes,
@@ -221,15 +180,7 @@ async fn read_welcome(messages: &mut Messages, patience: Duration) -> Result<Wel
             note: model.note,
         });
     }
-    Ok(Welcome {
-        run,
-        agent,
-        address,
-        slots,
-        pid,
-        verify,
-        models,
-    })
+    Ok((welcome, models))
 }
 
 async fn next(messages: &mut Messages, patience: Duration) -> Result<FromRoot, StartError> {

@@ -179,19 +179,7 @@ impl Plan {
                 self.workers.remove(&who);
             }
             Input::Notified { who, sequence, set } => {
-                let (items, firsts) = (&self.items, &self.firsts);
-                let Some(worker) = self.workers.get_mut(&who) else {
-                    return;
-                };
-                let next = Notification { sequence, set };
-                if worker.may_begin_with(&next) && is_whole(items, &next.set) {
-                    effects.push(worker.put_on(who, next));
-                    return;
-                }
-                worker.enqueue(next, |front| {
-                    let is_first = firsts.contains(&front.set);
-                    (is_first, is_first || is_begun(items, &front.set))
-                });
+                effects.extend(self.notified(who, Notification { sequence, set }));
             }
             Input::Answered {
                 who,
@@ -212,74 +200,98 @@ impl Plan {
                     worker.answer.take_if(|(of, _)| *of <= question);
                 }
             }
-            Input::Parent => {
-                self.has_parent = true;
-            }
-            Input::NoParent => {
-                self.has_parent = false;
-                let items = &self.items;
-                let from_sender = |item: &Item| items.get(item) == Some(&State::FromSender);
-                // These go on: they come from the sender itself.
-                self.fetching.retain(from_sender);
-            }
-            Input::Whole { item } => {
-                self.items.insert(item, State::Whole);
-                self.fetching.remove(&item);
-                let items = &self.items;
-                self.firsts.retain(|set| !is_whole(items, set));
-            }
+            Input::Parent => self.has_parent = true,
+            Input::NoParent => self.lose_parent(),
+            Input::Whole { item } => self.finish(item),
             Input::Rest { item } => {
                 self.fetching.remove(&item);
             }
-            Input::Broken { item } => {
-                self.fetching.remove(&item);
-                // A failed fetch from the sender is not tried again at once, because it could fail
-                // again without end. It waits for a parent, and asks that parent first.
-                if let Some(state @ State::FromSender) = self.items.get_mut(&item) {
-                    *state = State::Begun;
-                }
-            }
-            Input::NotThere {
-                item,
-                sender: false,
-            } => {
-                self.fetching.remove(&item);
-                self.items.insert(item, State::FromSender);
-            }
-            Input::NotThere { item, sender: true } => {
-                self.fetching.remove(&item);
-                self.give_up(item, effects);
-            }
+            Input::Broken { item } => self.break_off(item),
+            Input::NotThere { item, sender } => self.not_there(item, sender, effects),
             Input::FromSender { item } => {
                 if self.fetching.contains(&item) {
                     self.items.insert(item, State::FromSender);
                 }
             }
             Input::MayHaveRoom => self.full = false,
-            Input::NoRoom { item } => {
-                self.fetching.remove(&item);
-                self.full = true;
-                // Nothing of the version has begun to arrive.
-                if self.items.get(&item) == Some(&State::Begun) {
-                    self.items.remove(&item);
-                    self.drop_firsts(|one| *one == item);
-                }
-            }
-            Input::Spoiled { model } => self.start_anew(model, effects),
+            Input::NoRoom { item } => self.wait_for_room(item),
+            Input::Spoiled { model } => self.drop_model(model, effects),
             Input::Wanted { item } => *self.wanted.entry(item).or_default() += 1,
-            Input::Unwanted { item } => {
-                // Until all who were refused have withdrawn, a withdrawal belongs to the refused
-                // request and not to a newer one.
-                let counts = match self.refused.contains_key(&item) {
-                    true => &mut self.refused,
-                    false => &mut self.wanted,
-                };
-                if let Some(count) = counts.get_mut(&item) {
-                    *count -= 1;
-                    if *count == 0 {
-                        counts.remove(&item);
-                    }
-                }
+            Input::Unwanted { item } => self.unwant(item),
+        }
+    }
+
+    /// The sender notified a worker of a set. A worker that runs nothing yet may get an older one
+    /// at once.
+    fn notified(&mut self, who: WorkerInstance, next: Notification) -> Option<Effect> {
+        let (items, firsts) = (&self.items, &self.firsts);
+        let worker = self.workers.get_mut(&who)?;
+        if worker.may_begin_with(&next) && is_whole(items, &next.set) {
+            return Some(worker.put_on(who, next));
+        }
+        worker.enqueue(next, |front| {
+            let is_first = firsts.contains(&front.set);
+            (is_first, is_first || is_begun(items, &front.set))
+        });
+        None
+    }
+
+    fn lose_parent(&mut self) {
+        self.has_parent = false;
+        let items = &self.items;
+        let from_sender = |item: &Item| items.get(item) == Some(&State::FromSender);
+        // These go on: they come from the sender itself.
+        self.fetching.retain(from_sender);
+    }
+
+    /// A version is whole: it may be the last one of a set that is finished in any case.
+    fn finish(&mut self, item: Item) {
+        self.items.insert(item, State::Whole);
+        self.fetching.remove(&item);
+        let items = &self.items;
+        self.firsts.retain(|set| !is_whole(items, set));
+    }
+
+    fn break_off(&mut self, item: Item) {
+        self.fetching.remove(&item);
+        // A failed fetch from the sender is not tried again at once, because it could fail again
+        // without end. It waits for a parent, and asks that parent first.
+        if let Some(state @ State::FromSender) = self.items.get_mut(&item) {
+            *state = State::Begun;
+        }
+    }
+
+    fn not_there(&mut self, item: Item, sender: bool, effects: &mut Vec<Effect>) {
+        self.fetching.remove(&item);
+        match sender {
+            true => self.give_up(item, effects),
+            false => {
+                self.items.insert(item, State::FromSender);
+            }
+        }
+    }
+
+    fn wait_for_room(&mut self, item: Item) {
+        self.fetching.remove(&item);
+        self.full = true;
+        // Nothing of the version has begun to arrive.
+        if self.items.get(&item) == Some(&State::Begun) {
+            self.items.remove(&item);
+            self.drop_firsts(|one| *one == item);
+        }
+    }
+
+    fn unwant(&mut self, item: Item) {
+        // Until all who were refused have withdrawn, a withdrawal belongs to the refused request
+        // and not to a newer one.
+        let counts = match self.refused.contains_key(&item) {
+            true => &mut self.refused,
+            false => &mut self.wanted,
+        };
+        if let Some(count) = counts.get_mut(&item) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(&item);
             }
         }
     }
@@ -490,7 +502,7 @@ impl Plan {
     /// Releases every version of a model, because later ones may be made from a wrong one. Workers
     /// wait for further notifications until a version is fetched again. Mailboxes stay on the sets
     /// that they name.
-    fn start_anew(&mut self, model: usize, effects: &mut Vec<Effect>) {
+    fn drop_model(&mut self, model: usize, effects: &mut Vec<Effect>) {
         for item in self.items.extract_if(.., |item, _| item.model == model) {
             let (item, _) = item;
             if self.fetching.remove(&item) {

@@ -21,7 +21,7 @@ use crate::scrub::Scrub;
 use crate::status::{self, NOT_YET};
 use crate::tls::Peer;
 use crate::wire::hello::Role;
-use crate::wire::message::{self, FromRoot, Message, ToRoot, model_messages};
+use crate::wire::message::{self, FromRoot, Message, ToRoot, Welcome, model_messages};
 
 /// A trainer whose workers do not read its memory.
 pub(crate) fn trainer() -> (Sender, InitInfo) {
@@ -189,7 +189,7 @@ async fn misleads(listener: tokio::net::TcpListener, credentials: Credentials) -
     let (events, mut messages) = mpsc::channel::<Result<ToRoot, LinkEnd>>(64);
     let take = move |socket, _, _| {
         let link = Link::<FromRoot>::start::<ToRoot, _>(socket, &events, |what| what);
-        link.send(&FromRoot::Welcome {
+        link.send(&FromRoot::Welcome(Welcome {
             run: Run {
                 epoch: Epoch(1),
                 id: [7; 16],
@@ -201,7 +201,7 @@ async fn misleads(listener: tokio::net::TcpListener, credentials: Credentials) -
             max_slots: 4,
             pid: 1,
             verify: false,
-        });
+        }));
         let layout = Layout::new([("w".to_owned(), Dtype::U8, vec![8])]).unwrap();
         let (layout, note) = (layout.encode(), Vec::new());
         for message in model_messages(0, &layout, &note).unwrap() {
@@ -359,7 +359,7 @@ pub(crate) fn long_welcome() -> Vec<FromRoot> {
         epoch: Epoch(100),
         id: [7; 16],
     };
-    let welcome = FromRoot::Welcome {
+    let welcome = FromRoot::Welcome(Welcome {
         run,
         agent: 1,
         address: "somewhere".into(),
@@ -368,7 +368,7 @@ pub(crate) fn long_welcome() -> Vec<FromRoot> {
         max_slots: 4,
         pid: 1,
         verify: false,
-    };
+    });
     let model = FromRoot::Model {
         index: 0,
         layout_bytes: 1 << 20,

@@ -11,10 +11,13 @@ use weightsync_engine::{Changes, Result, Version, WorkerReport};
 use weightsync_mem::{RemoteReaders, Snapshot};
 
 use super::coordinator::Event;
-use super::coordinator::scrubbing::SCRUBBED;
 use crate::bulk::{Delta, RING, Rate, Store, Threads};
 use crate::relay::Item;
 use crate::scheme::Deltas;
+
+/// One version in this many is scrubbed automatically: each host that gets it is compared with the
+/// published bytes.
+const SCRUBBED: u64 = 64;
 
 /// Where a sender makes its deltas and keeps them.
 #[derive(Clone, Debug)]

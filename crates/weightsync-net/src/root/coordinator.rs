@@ -1,13 +1,11 @@
-//! The sender's coordinator: it knows the agents of other hosts and their workers, and sends
-//! each what its workers are to run.
+//! The sender's coordinator: `event → plan → effects`.
 //!
-//! One task owns all of this state. It takes one event after the other and never waits for an
-//! agent.
+//! One task owns the links to agents, the remote readers of their workers, and the
+//! [plan](super::plan) that decides. It takes one event after the other and never waits for an
+//! agent. [`perform`] has every effect.
 
-mod holdings;
-pub(super) mod scrubbing;
+mod perform;
 mod status;
-mod workers;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
@@ -19,29 +17,23 @@ use std::time::Duration;
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
+use weightsync_core::WorkerId;
 use weightsync_core::digest::Digest;
-use weightsync_core::{WorkerId, WorkerRoute};
-use weightsync_engine::log_limiter::{self, LogLimiter};
+use weightsync_engine::log_limiter::LogLimiter;
 use weightsync_engine::transport::SendHistory;
-use weightsync_mem::{Models, RemoteReaderOptions, RemoteReaders, Snapshot};
+use weightsync_mem::{RemoteReader, RemoteReaders, Snapshot};
 
-use self::holdings::Holdings;
-use self::workers::{Asks, Worker};
-use super::membership::{AgentDeparture, LinkLoss, Membership, Process, Waiter};
-use super::recent::Recent;
-use super::scrub::{Round, Scrubs};
-use super::topology::{AgentId, Assigned, Endpoint, LeftParent, Topology};
+use super::membership::LinkLoss;
+use super::plan::{RootInput, RootPlan};
+use super::topology::AgentId;
 use crate::bulk::{Store, Threads};
 use crate::link::stream::AsyncStream;
 use crate::link::{Link, LinkEnd};
 use crate::relay::Item;
-use crate::wire::message::{FromRoot, RefusalRemedy, ToRoot};
+use crate::wire::message::{FromRoot, ToRoot, Welcome};
 
 /// How long a sender that shuts down goes on serving the versions that it has announced.
 const LINGER: Duration = Duration::from_secs(5);
-
-/// The reason for closing the link of an agent that claims more versions than its slots can hold.
-const TOO_MUCH: &str = "it claims more versions than can exist";
 
 /// What a coordinator reacts to.
 pub(crate) enum Event {
@@ -95,16 +87,13 @@ impl Changes {
 
 /// What a coordinator works with; constant for its whole life.
 pub(crate) struct Settings {
-    /// The sender's name for itself.
-    pub(crate) address: String,
+    /// What each agent is told first, but for its number.
+    pub(crate) welcome: Welcome,
     /// What the sender notes of its sends, for the status.
     pub(crate) history: Arc<SendHistory>,
+    /// The names of the models.
     pub(crate) models: Vec<String>,
-    pub(crate) slots: u8,
-    pub(crate) max_slots: u8,
     pub(crate) arity: usize,
-    /// Whether agents compare what relays send with the sender's digests.
-    pub(crate) verify: bool,
     /// The models as frames, the same for every agent.
     pub(crate) descriptions: Arc<[u8]>,
     /// Bytes that this process has sent to children.
@@ -120,41 +109,28 @@ pub(crate) struct Coordinator {
     remote_readers: RemoteReaders,
     changes: Arc<Changes>,
     events: mpsc::Sender<Event>,
-    topology: Topology,
     /// How many agents there are, for the listener.
     count: Arc<AtomicUsize>,
-    agents: BTreeMap<AgentId, Agent>,
+    plan: RootPlan,
+    links: BTreeMap<AgentId, AgentLink>,
+    /// The segment's end of each member.
+    readers: BTreeMap<WorkerId, RemoteReader>,
     last_agent: AgentId,
     /// Links of refused agents, until the reason has been sent.
     ending: JoinSet<()>,
     log_limiter: LogLimiter,
-    scrubs: Scrubs,
-    /// Clients that wait for comparisons.
-    rounds: Vec<Round<oneshot::Sender<String>>>,
-    membership: Membership<Worker, Asks>,
-    recent: Recent,
-    /// Workers that want the newest version and have taken none yet, by agent.
-    fresh: BTreeSet<(AgentId, WorkerId)>,
+    /// Clients that wait for a comparison of all copies.
+    clients: BTreeMap<u64, oneshot::Sender<String>>,
+    last_client: u64,
+    /// A version that was published just now, and is about to be compared.
+    at_hand: Option<Snapshot>,
     since: Instant,
 }
 
-/// One host's agent.
-struct Agent {
+/// The link to an agent, and where it comes from.
+struct AgentLink {
     link: Link<FromRoot>,
     from: SocketAddr,
-    /// The agent's first message, once it has arrived.
-    known: Option<Known>,
-    /// The agent has said goodbye.
-    leaves: bool,
-    received: u64,
-    /// The agents that got other bytes from this one than were published.
-    altered_for: BTreeSet<AgentId>,
-}
-
-struct Known {
-    name: String,
-    process: Process,
-    holds: Holdings,
 }
 
 impl Coordinator {
@@ -165,22 +141,22 @@ impl Coordinator {
         events: mpsc::Sender<Event>,
         count: Arc<AtomicUsize>,
     ) -> Self {
+        let (run, models) = (settings.welcome.run, settings.models.clone());
         Self {
-            topology: Topology::new(settings.arity),
+            plan: RootPlan::new(run, models, settings.arity),
             settings,
             remote_readers,
             changes,
             events,
             count,
-            agents: BTreeMap::new(),
+            links: BTreeMap::new(),
+            readers: BTreeMap::new(),
             last_agent: 0,
             ending: JoinSet::new(),
             log_limiter: LogLimiter::default(),
-            scrubs: Scrubs::default(),
-            rounds: Vec::new(),
-            membership: Membership::new(),
-            recent: Recent::default(),
-            fresh: BTreeSet::new(),
+            clients: BTreeMap::new(),
+            last_client: 0,
+            at_hand: None,
             since: Instant::now(),
         }
     }
@@ -191,20 +167,18 @@ impl Coordinator {
         let mut stops: Option<Instant> = None;
         let changes = self.changes.clone();
         loop {
-            if stops.is_some() && self.agents.is_empty() {
+            if stops.is_some() && self.links.is_empty() {
                 return;
             }
-            let due = [self.membership.due(), self.topology.due()]
-                .into_iter()
-                .flatten();
-            let due = due.map(|due| self.since + due).chain(stops).min();
+            let due = self.plan.due().map(|due| self.since + due);
+            let due = due.into_iter().chain(stops).min();
             tokio::select! {
                 event = events.recv() => match event {
                     Some(Event::Stop) => {
                         stops = Some(Instant::now() + LINGER);
                         // Sets published before this event are sent before it is handled.
-                        self.notify(changes.take());
-                        for agent in self.agents.values() {
+                        self.step([RootInput::Changed(changes.take())]);
+                        for agent in self.links.values() {
                             agent.link.send(&FromRoot::Goodbye);
                         }
                     }
@@ -214,17 +188,13 @@ impl Coordinator {
                     Some(event) => self.handle(event),
                     None => return,
                 },
-                () = changes.bell.notified() => self.notify(changes.take()),
+                () = changes.bell.notified() => self.step([RootInput::Changed(changes.take())]),
                 () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
                     let now = Instant::now();
                     if stops.is_some_and(|at| now >= at) {
                         return;
                     }
-                    for (worker, departure) in self.membership.late(self.now()) {
-                        worker.remote_reader.leave(departure);
-                    }
-                    let assigned = self.topology.again(self.now());
-                    self.assign(&assigned);
+                    self.step([RootInput::Time]);
                 }
             }
         }
@@ -237,19 +207,12 @@ impl Coordinator {
                 let agent = self.last_agent;
                 let on_event = move |what| Event::Message { agent, what };
                 let link = Link::start(socket, &self.events, on_event);
-                let known = Agent {
-                    link,
-                    from,
-                    known: None,
-                    leaves: false,
-                    received: 0,
-                    altered_for: BTreeSet::new(),
-                };
-                self.agents.insert(agent, known);
-                self.count.store(self.agents.len(), Ordering::Relaxed);
+                self.links.insert(agent, AgentLink { link, from });
+                self.count.store(self.links.len(), Ordering::Relaxed);
+                self.step([RootInput::Connected { agent, from }]);
             }
             Event::Message { agent, what } => match what {
-                Ok(message) => self.on_message(agent, message),
+                Ok(message) => self.step([RootInput::Message { agent, message }]),
                 Err(end) => self.ended(agent, &end),
             },
             Event::Status(answer) => {
@@ -257,248 +220,25 @@ impl Coordinator {
                 let _ = answer.send(self.status());
             }
             Event::Scrub(answer) => self.scrub(answer),
-            Event::Found { item, now, then } => self.found(item, now, then),
-            Event::Keep(snapshot) => self.keep(snapshot),
+            Event::Found { item, now, then } => self.step([RootInput::Found { item, now, then }]),
+            Event::Keep(snapshot) => {
+                let item = Item {
+                    model: snapshot.model(),
+                    version: snapshot.version(),
+                };
+                self.at_hand = Some(snapshot);
+                self.step([RootInput::Keep(item)]);
+                self.at_hand = None;
+            }
             Event::Stop => {}
         }
     }
 
-    fn on_message(&mut self, agent: AgentId, message: ToRoot) {
-        let Some(known) = self.agents.get_mut(&agent) else {
-            return;
-        };
-        if known.known.is_none() != matches!(message, ToRoot::Agent { .. }) {
-            self.drop_agent(agent, "its first message is invalid");
-            return;
-        }
-        match message {
-            ToRoot::Agent {
-                name,
-                host,
-                pid,
-                bulk,
-                seen,
-                holds,
-                run,
-            } => {
-                let own = self.remote_readers.run();
-                if seen > own.epoch {
-                    let (seen, got) = (seen, own.epoch);
-                    let refused = FromRoot::Refused {
-                        reason: format!("this sender has {got}, but {seen} was seen before"),
-                        remedy: RefusalRemedy::Fenced { seen, got },
-                    };
-                    self.turn_away(agent, &refused);
-                    return;
-                }
-                let endpoint = bulk.map(|port| Endpoint {
-                    address: SocketAddr::new(known.from.ip(), port),
-                    host,
-                });
-                let mut held = Holdings::new(self.settings.models.len());
-                if run == Some(own) && !held.change(holds, Vec::new()) {
-                    self.drop_agent(agent, TOO_MUCH);
-                    return;
-                }
-                known.known = Some(Known {
-                    name,
-                    process: Process { host, pid },
-                    holds: held,
-                });
-                let welcome = FromRoot::Welcome {
-                    run: own,
-                    agent,
-                    address: self.settings.address.clone(),
-                    models: self.settings.models.len() as u8,
-                    slots: self.settings.slots,
-                    max_slots: self.settings.max_slots,
-                    pid: std::process::id(),
-                    verify: self.settings.verify,
-                };
-                known.link.send(&welcome);
-                known.link.send_frames(self.settings.descriptions.clone());
-                let assigned = self.topology.join(agent, endpoint);
-                self.assign(&assigned);
-            }
-            ToRoot::Join {
-                ticket,
-                worker,
-                instance,
-                pid,
-                models,
-                delivery,
-                device,
-                seen,
-            } => self.join(Waiter {
-                agent,
-                worker,
-                instance,
-                asks: Asks {
-                    ticket,
-                    options: RemoteReaderOptions {
-                        worker,
-                        pid,
-                        seen,
-                        models: Models(models),
-                        delivery,
-                        device,
-                        location: Default::default(),
-                    },
-                },
-            }),
-            ToRoot::Progress { workers } => {
-                for progress in workers {
-                    self.progress(agent, progress);
-                }
-            }
-            ToRoot::Gone {
-                worker,
-                instance,
-                died,
-            } => self.gone(agent, (worker, instance), died),
-            ToRoot::Unusable {
-                worker,
-                instance,
-                reason,
-            } => {
-                if let Some(admit) = self.membership.member_at(agent, worker, instance) {
-                    admit.remote_reader.refuse(None, reason);
-                }
-            }
-            ToRoot::Ask {
-                worker,
-                instance,
-                question,
-                want,
-            } => self.ask(agent, (worker, instance), question, want),
-            ToRoot::Withdraw { worker, instance } => {
-                if let Some(admit) = self.membership.member_at(agent, worker, instance) {
-                    admit.remote_reader.withdraw();
-                }
-            }
-            ToRoot::Holds { have, dropped } => {
-                if let Some(known) = &mut known.known
-                    && !known.holds.change(have.clone(), dropped)
-                {
-                    self.drop_agent(agent, TOO_MUCH);
-                    return;
-                }
-                self.note_held_by(agent, &have);
-                if !have.is_empty() {
-                    self.begin_at(agent);
-                }
-            }
-            ToRoot::Received {
-                parent,
-                bytes,
-                micros,
-                ..
-            } => {
-                known.received = known.received.saturating_add(bytes);
-                let busy = Duration::from_micros(micros);
-                let assigned = self.topology.measured(parent, agent, bytes, busy);
-                let rate = self.topology.slowest().unwrap_or(0.0);
-                self.settings.store.deltas().note_rate(rate as u64);
-                self.assign(&assigned);
-            }
-            ToRoot::ParentLost { parent, .. } => {
-                let why = LeftParent::Failed { now: self.now() };
-                let assigned = self.topology.lost(agent, parent, why);
-                self.assign(&assigned);
-            }
-            ToRoot::Altered {
-                parent,
-                model,
-                version,
-                block,
-            } => {
-                let model = model.into();
-                self.altered(agent, parent, Item { model, version }, block);
-            }
-            // The agent asks the sender itself next.
-            ToRoot::Missing { .. } => {}
-            ToRoot::Ping => self.is_there(agent),
-            ToRoot::Goodbye => known.leaves = true,
-            ToRoot::Scrubbed {
-                model,
-                version,
-                digest,
-            } => {
-                let item = Item {
-                    model: model.into(),
-                    version,
-                };
-                self.scrubbed(agent, item, digest);
-            }
-        }
-    }
-
-    /// Names a relay that sent other bytes than were published, and passes it over. The word of
-    /// the agent that got them moves this agent alone: one that lies could take honest relays from
-    /// the others otherwise. Of a relay that is not its parent it can say nothing.
-    fn altered(&mut self, agent: AgentId, parent: AgentId, item: Item, block: u32) {
-        let assigned = self.topology.lost(agent, parent, LeftParent::Altered);
-        self.assign(&assigned);
-        let is_its_parent = parent != 0 && !assigned.is_empty();
-        let Some(relay) = self.agents.get_mut(&parent).filter(|_| is_its_parent) else {
-            return;
-        };
-        relay.altered_for.insert(agent);
-        let name = |agent| {
-            let one: Option<&Agent> = self.agents.get(&agent);
-            let name = one.and_then(|one| Some((&one.known.as_ref()?.name, one.from.ip())));
-            name.map_or_else(
-                || format!("agent {agent}"),
-                |(name, at)| format!("{name} ({at}, agent {agent})"),
-            )
-        };
-        tracing::warn!(
-            "the relay {} sent block {block} of {} {} other than it was published, says {}, which \
-             does not fetch from it any more: find out who runs that relay",
-            name(parent),
-            self.settings.models.get(item.model).map_or("", |name| name),
-            item.version,
-            name(agent),
-        );
-    }
-
-    fn assign(&mut self, assigned: &[Assigned]) {
-        for one in assigned {
-            let parent = FromRoot::Parent {
-                agent: one.parent,
-                address: one.address.map(|address| address.to_string()),
-            };
-            self.send(one.agent, &parent);
-        }
-    }
-
-    /// Sends a message to an agent. If the agent does not keep up, the message is dropped and the
-    /// link ends.
-    fn send(&self, agent: AgentId, message: &FromRoot) {
-        if let Some(known) = self.agents.get(&agent) {
-            known.link.send(message);
-        }
-    }
-
-    /// Refuses an agent, and closes its link once the reason has been sent.
-    fn turn_away(&mut self, agent: AgentId, why: &FromRoot) {
-        self.send(agent, why);
-        if let Some(gone) = self.part(agent, LinkLoss::Silent, "it was refused") {
-            while self.ending.try_join_next().is_some() {}
-            self.ending.spawn(gone.link.finish());
-        }
-    }
-
-    fn drop_agent(&mut self, agent: AgentId, why: &'static str) {
-        self.warn(why, agent, why);
-        self.part(agent, LinkLoss::Silent, why);
-    }
-
     /// An agent's link has ended.
     fn ended(&mut self, agent: AgentId, end: &LinkEnd) {
-        let why = end.to_string();
+        let reason = end.to_string();
         if let Some(cause) = end.misbehaviour() {
-            self.warn(cause, agent, &why);
+            self.warn(cause, agent, &reason);
         }
         let how = match end {
             LinkEnd::HungUp => LinkLoss::HungUp,
@@ -515,58 +255,32 @@ impl Coordinator {
                 LinkLoss::HungUp
             }
             LinkEnd::Failed(_) => LinkLoss::Cut,
-            _ => LinkLoss::Silent,
+            LinkEnd::Silent(_)
+            | LinkEnd::Stuck
+            | LinkEnd::Behind
+            | LinkEnd::Frame(_)
+            | LinkEnd::Message(_) => LinkLoss::Silent,
         };
-        self.part(agent, how, &why);
+        self.step([RootInput::Ended { agent, how, reason }]);
     }
 
-    /// The time since the coordinator began.
-    fn now(&self) -> Duration {
-        self.since.elapsed()
-    }
-
-    /// Logs an agent's misbehaviour, at most one line a minute for each cause.
-    fn warn(&mut self, cause: &str, agent: AgentId, why: &str) {
-        let Some(one) = self.agents.get(&agent) else {
-            return;
-        };
-        if let Some(held_back) = self.log_limiter.logs(cause, Instant::now().into_std()) {
-            let text = format!("agent {agent} at {} is dropped: {why}", one.from);
-            log_limiter::warn(held_back, &text);
-        }
-    }
-
-    /// Removes an agent that has gone.
-    fn part(&mut self, agent: AgentId, how: LinkLoss, why: &str) -> Option<Agent> {
-        // Checked first, while the agent's name is still known.
-        let checked = self.scrubs.gone(agent);
-        self.checked(&checked);
-        let gone = self.agents.remove(&agent)?;
-        self.count.store(self.agents.len(), Ordering::Relaxed);
-        self.forget_fresh(agent);
-        let how = if gone.leaves { LinkLoss::Left } else { how };
-        let process = gone.known.as_ref().map(|known| known.process);
-        let AgentDeparture { over, back } = self.membership.part(agent, process, how, self.now());
-        for (worker, departure) in over {
-            worker.remote_reader.leave(departure);
-        }
-        for worker in self.membership.unreached() {
-            worker.remote_reader.set_route(WorkerRoute::Unreached);
-        }
-        if let Some(known) = &gone.known {
-            tracing::info!(
-                "agent {agent} ({}, {}) is gone: {why}",
-                known.name,
-                gone.from
-            );
-            let assigned = self.topology.leave(agent);
-            self.assign(&assigned);
-        }
-        for worker in back {
-            self.is_back(worker);
-        }
-        self.retry_waiting();
-        Some(gone)
+    /// Has every copy compared for a client.
+    fn scrub(&mut self, answer: oneshot::Sender<String>) {
+        let gone = self.clients.extract_if(.., |_, one| one.is_closed());
+        let gone: Vec<_> = gone.map(|(client, _)| client).collect();
+        self.step(
+            gone.into_iter()
+                .map(|client| RootInput::ScrubEnds { client }),
+        );
+        let own = (0..self.settings.models.len()).map(|model| Item {
+            model,
+            version: self.remote_readers.version(model),
+        });
+        let own = own.filter(|item| !item.version.is_none()).collect();
+        self.last_client += 1;
+        let client = self.last_client;
+        self.clients.insert(client, answer);
+        self.step([RootInput::Scrub { client, own }]);
     }
 }
 

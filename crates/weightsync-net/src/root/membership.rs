@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use weightsync_core::WorkerId;
-use weightsync_mem::Departure;
+use weightsync_mem::{Departure, WorkerInstance};
 
 use super::topology::AgentId;
 
@@ -62,8 +62,7 @@ pub(crate) struct Membership<T, W> {
 pub(crate) struct Waiter<W> {
     /// The agent that brings the request.
     pub(crate) agent: AgentId,
-    pub(crate) worker: WorkerId,
-    pub(crate) instance: u64,
+    pub(crate) who: WorkerInstance,
     pub(crate) asks: W,
 }
 
@@ -78,7 +77,7 @@ struct Member<T> {
     before: Option<AgentId>,
     /// The worker's agent has gone while the worker was moving to it. Until this time the worker
     /// may return as one that had arrived there.
-    went: Option<Duration>,
+    stranded: Option<Duration>,
     /// When the worker is given up if it is not reached, and what it then counts as.
     until: Option<(Duration, Departure)>,
 }
@@ -129,15 +128,11 @@ impl<T, W> Membership<T, W> {
     }
 
     /// A worker comes by this agent, which reaches it from now on if it has a membership.
-    pub(crate) fn comes(
-        &mut self,
-        agent: AgentId,
-        worker: WorkerId,
-        instance: u64,
-    ) -> JoinOutcome<'_, T> {
+    pub(crate) fn join(&mut self, agent: AgentId, who: WorkerInstance) -> JoinOutcome<'_, T> {
+        let worker = who.worker;
         let (same, by) = match self.membership.get(&worker) {
             None => return JoinOutcome::New(None),
-            Some(member) => (member.instance == instance, member.agent),
+            Some(member) => (member.instance == who.instance, member.agent),
         };
         if !same {
             return match by {
@@ -154,7 +149,7 @@ impl<T, W> Membership<T, W> {
                     member.before = member.agent;
                 }
                 member.agent = Some(agent);
-                member.went = None;
+                member.stranded = None;
                 if let Some((until, _)) = member.until.take() {
                     self.until.remove(&(until, worker));
                 }
@@ -165,60 +160,50 @@ impl<T, W> Membership<T, W> {
 
     /// Makes a request wait for a membership; returns a request that this one replaces.
     pub(crate) fn wait(&mut self, waiter: Waiter<W>) -> Option<Waiter<W>> {
-        self.waiting.insert(waiter.worker, waiter)
+        self.waiting.insert(waiter.who.worker, waiter)
     }
 
     /// Requests to deny: the agent that reaches the membership's worker is alive.
-    pub(crate) fn in_vain(&mut self, agent: AgentId) -> Vec<Waiter<W>> {
-        self.take_waiting(|by| by == Some(agent))
+    pub(crate) fn take_in_vain(&mut self, agent: AgentId) -> Vec<Waiter<W>> {
+        self.take_waiting_where(|by| by == Some(agent))
     }
 
     /// Requests to retry: no agent reaches the worker that has the membership.
-    pub(crate) fn may_come(&mut self) -> Vec<Waiter<W>> {
-        self.take_waiting(|by| by.is_none())
+    pub(crate) fn take_retriable(&mut self) -> Vec<Waiter<W>> {
+        self.take_waiting_where(|by| by.is_none())
     }
 
     /// Requests to retry because another agent now reaches the worker.
-    pub(crate) fn comes_again(&mut self, worker: WorkerId) -> Option<Waiter<W>> {
+    pub(crate) fn take_waiting_for(&mut self, worker: WorkerId) -> Option<Waiter<W>> {
         self.waiting.remove(&worker)
     }
 
-    fn take_waiting(&mut self, of: impl Fn(Option<AgentId>) -> bool) -> Vec<Waiter<W>> {
+    fn take_waiting_where(&mut self, of: impl Fn(Option<AgentId>) -> bool) -> Vec<Waiter<W>> {
         let by = |worker: &WorkerId| self.membership.get(worker).and_then(|member| member.agent);
         let taken = self.waiting.extract_if(.., |worker, _| of(by(worker)));
         taken.map(|(_, waiter)| waiter).collect()
     }
 
     /// Gives a worker a membership.
-    pub(crate) fn put(
-        &mut self,
-        agent: AgentId,
-        (worker, instance): (WorkerId, u64),
-        process: Process,
-        of: T,
-    ) {
+    pub(crate) fn put(&mut self, agent: AgentId, who: WorkerInstance, process: Process, of: T) {
         let member = Member {
             of,
-            instance,
+            instance: who.instance,
             process,
             agent: Some(agent),
             before: None,
-            went: None,
+            stranded: None,
             until: None,
         };
-        self.take(worker);
-        self.membership.insert(worker, member);
+        self.take(who.worker);
+        self.membership.insert(who.worker, member);
     }
 
     /// The record of this life of a worker, if this agent reaches it.
-    pub(crate) fn member_at(
-        &mut self,
-        agent: AgentId,
-        worker: WorkerId,
-        instance: u64,
-    ) -> Option<&mut T> {
-        let member = self.membership.get_mut(&worker)?;
-        (member.instance == instance && member.agent == Some(agent)).then_some(&mut member.of)
+    pub(crate) fn member_at(&mut self, agent: AgentId, who: WorkerInstance) -> Option<&mut T> {
+        let member = self.membership.get_mut(&who.worker)?;
+        let is_here = member.instance == who.instance && member.agent == Some(agent);
+        is_here.then_some(&mut member.of)
     }
 
     /// A worker's record, and the agent that reaches it.
@@ -231,12 +216,12 @@ impl<T, W> Membership<T, W> {
     pub(crate) fn gone(
         &mut self,
         agent: AgentId,
-        worker: WorkerId,
-        instance: u64,
+        who: WorkerInstance,
         died: bool,
         now: Duration,
     ) -> LeaveOutcome<'_, T> {
-        let this = |waiter: &Waiter<W>| (waiter.agent, waiter.instance) == (agent, instance);
+        let WorkerInstance { worker, instance } = who;
+        let this = |waiter: &Waiter<W>| (waiter.agent, waiter.who) == (agent, who);
         if self.waiting.get(&worker).is_some_and(this) {
             self.waiting.remove(&worker);
         }
@@ -251,7 +236,7 @@ impl<T, W> Membership<T, W> {
         }
         if let Some(before) = member.before.take_if(|_| !died) {
             member.agent = Some(before);
-        } else if let Some(until) = member.went.take_if(|until| !died && now < *until) {
+        } else if let Some(until) = member.stranded.take_if(|until| !died && now < *until) {
             member.agent = None;
             member.until = Some((until, Departure::Left));
             self.until.insert((until, worker));
@@ -268,7 +253,7 @@ impl<T, W> Membership<T, W> {
     /// Removes an agent. Workers that had not left their earlier agent are reached there again. A
     /// worker's membership ends if the worker went with the agent, or if nobody can tell the
     /// difference. The others have some time to return.
-    pub(crate) fn part(
+    pub(crate) fn remove_agent(
         &mut self,
         agent: AgentId,
         process: Option<Process>,
@@ -284,7 +269,7 @@ impl<T, W> Membership<T, W> {
             }
             member.agent = member.before.take();
             if member.agent.is_some() {
-                member.went = Some(now + GRACE);
+                member.stranded = Some(now + GRACE);
                 back.push(*worker);
                 continue;
             }
@@ -314,7 +299,7 @@ impl<T, W> Membership<T, W> {
     }
 
     /// Gives up workers that were not reached in time.
-    pub(crate) fn late(&mut self, now: Duration) -> Vec<(T, Departure)> {
+    pub(crate) fn expire(&mut self, now: Duration) -> Vec<(T, Departure)> {
         let mut late = Vec::new();
         while let Some(&(until, worker)) = self.until.first()
             && now >= until
@@ -336,13 +321,6 @@ impl<T, W> Membership<T, W> {
     pub(crate) fn iter(&self) -> impl Iterator<Item = (WorkerId, Process, Option<AgentId>, &T)> {
         let membership = self.membership.iter();
         membership.map(|(worker, member)| (*worker, member.process, member.agent, &member.of))
-    }
-
-    /// The same, mutably.
-    #[cfg(test)]
-    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (WorkerId, &mut T)> {
-        let membership = self.membership.iter_mut();
-        membership.map(|(worker, member)| (*worker, &mut member.of))
     }
 
     fn take(&mut self, worker: WorkerId) -> Option<T> {

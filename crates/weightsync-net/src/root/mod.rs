@@ -3,53 +3,38 @@
 
 mod compare;
 mod coordinator;
+mod listening;
 pub(crate) mod membership;
+pub(crate) mod plan;
 pub(crate) mod recent;
 mod scrub;
 pub(crate) mod topology;
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use tokio::sync::{Semaphore, mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot};
+use weightsync_core::Run;
 use weightsync_engine::transport::{
     Attendance, Deadline, ModelSpec, Opening, Segment, SenderTransport, Staging, Targets,
 };
 use weightsync_engine::{Result, SenderStatus, Snapshot, Version, WorkerId, WorkerStatus};
-use weightsync_mem::{Listener, Origin, RemoteReaders};
+use weightsync_mem::{Listener, Origin};
 
 use self::compare::{Compared, Comparing};
 use self::coordinator::{Changes, Coordinator, Event, Settings};
+use self::listening::Listening;
 use crate::access::Key;
 use crate::bulk::{Find, Served, Serving, Store, Threads};
 use crate::error::os;
 use crate::link;
 use crate::link::Credentials;
-use crate::link::listen::accept_all;
-use crate::link::stream::AsyncStream;
 use crate::relay::{Item, runtime};
 use crate::scheme::{Distributed, Verify};
-use crate::status::NOT_YET;
-use crate::wire::hello::Role;
-use crate::wire::message::{FromRoot, Message, Status, model_messages};
-
-/// The most agents.
-const MAX_AGENTS: usize = 16_384;
-
-/// How many status queries are answered at once; others wait for their turn.
-const ASKING: usize = 64;
-
-/// How many scrubs may wait at once.
-const SCRUBBING: usize = 4;
-
-/// How often a client that waits for a scrub is notified that the answer is still to come.
-const NOT_YET_EVERY: Duration = Duration::from_secs(1);
-
-/// A scrub that has no answer after this time is disconnected.
-const ANSWERED_WITHIN: Duration = Duration::from_secs(15 * 60);
+use crate::wire::message::{FromRoot, Welcome, model_messages};
 
 /// How long a shutdown waits until comparing threads release their versions. They do so after the
 /// span that they are coding.
@@ -84,7 +69,8 @@ impl NetSender {
 impl SenderTransport for NetSender {
     fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>> {
         let agents = self.server.agents.load(Ordering::Relaxed) > 0;
-        let deltas = self.server.store.deltas();
+        let comparing = &self.server.comparing;
+        let (store, deltas) = (&comparing.store, comparing.store.deltas());
         // Dense versions need checksums on the link, and computing them in the copy pass saves a
         // pass over memory. Deltas have checksums of their own.
         let dense = models.iter().any(|model| !deltas.pays(*model));
@@ -93,18 +79,18 @@ impl SenderTransport for NetSender {
         // span is faster than making another slot.
         models.iter().for_each(|model| deltas.stop(*model));
         let is_making = || models.iter().any(|model| deltas.is_making(*model));
-        self.server.store.wait_until(|| !is_making(), LET_GO);
+        store.wait_until(|| !is_making(), LET_GO);
         let mut bases = Vec::new();
         for model in models {
             let newest = self.segment.version(*model);
-            self.server.store.keep_oldest(*model, newest);
+            store.keep_oldest(*model, newest);
             match agents {
-                true => bases.extend(self.server.comparing.base(*model, newest)),
+                true => bases.extend(comparing.base(*model, newest)),
                 false => deltas.forget(*model),
             }
         }
         let inner = self.segment.stage(models, deadline)?;
-        let comparing = self.server.comparing.clone();
+        let comparing = comparing.clone();
         Ok(match bases.is_empty() {
             true => inner,
             false => Box::new(Compared {
@@ -171,8 +157,6 @@ impl SenderTransport for NetSender {
 struct Server {
     events: mpsc::Sender<Event>,
     thread: Option<JoinHandle<()>>,
-    store: Arc<Store>,
-    children: Arc<Threads>,
     /// How many agents there are.
     agents: Arc<AtomicUsize>,
     comparing: Comparing,
@@ -193,23 +177,7 @@ impl Server {
             Box::new(move |Item { model, version }| found.snapshot(model, version).ok().flatten());
         let store = Arc::new(Store::of_sender(find));
         let children = Arc::new(Threads::default());
-        let settings = Settings {
-            address: opening.at.address().into(),
-            history: opening.history.clone(),
-            models: opening
-                .models
-                .iter()
-                .map(|spec| spec.id.to_string())
-                .collect(),
-            slots: opening.options.slots,
-            max_slots: opening.options.max_slots,
-            arity: scheme.arity,
-            verify: scheme.verify == Verify::Blake3,
-            descriptions: descriptions(opening.models)?,
-            served: Arc::default(),
-            store: store.clone(),
-            threads: children.clone(),
-        };
+        let agents = Arc::<AtomicUsize>::default();
         let (events, on_event) = mpsc::channel(EVENTS);
         let comparing = Comparing {
             events: events.clone(),
@@ -219,6 +187,8 @@ impl Server {
             deltas: scheme.deltas,
             unscrubbed: opening.models.iter().map(|_| AtomicU64::new(0)).collect(),
         };
+        let run_id = remote_readers.run();
+        let settings = settings(scheme, opening, run_id, (&store, &children))?;
         let count = settings.served.clone();
         // A sender has a version or not: it never asks another process for one.
         let notify = move |served| {
@@ -226,55 +196,28 @@ impl Server {
                 count.fetch_add(bytes, Ordering::Relaxed);
             }
         };
-        let run = remote_readers.run();
-        let agents = Arc::<AtomicUsize>::default();
+        let offers = (run_id, opening.models.len());
         let listening = Listening {
             credentials: Credentials {
                 key: Key::new(opening.at.secret()),
                 tls: access.tls,
             },
             events: events.clone(),
-            serving: Serving::new(
-                (run, opening.models.len()),
-                store.clone(),
-                children.clone(),
-                notify,
-            ),
-            remote_readers,
+            serving: Serving::new(offers, store.clone(), children.clone(), notify),
+            remote_readers: remote_readers.clone(),
             agents: agents.clone(),
         };
-        let changes = Arc::new(Changes::default());
-        let runtime =
-            runtime("weightsync-link").map_err(os("starting the sender's network threads"))?;
-        listener
-            .set_nonblocking(true)
-            .map_err(os("preparing the listening socket"))?;
-        let own = events.clone();
-        let work = move || {
-            runtime.block_on(async move {
-                let Ok(listener) = tokio::net::TcpListener::from_std(listener) else {
-                    return;
-                };
-                let (remote_readers, agents) =
-                    (listening.remote_readers.clone(), listening.agents.clone());
-                let accepting = tokio::spawn(listening.accept(listener));
-                Coordinator::new(settings, remote_readers, changes, own, agents)
-                    .run(on_event)
-                    .await;
-                accepting.abort();
-            });
-            // Ends the tasks; none of them waits.
-            runtime.shutdown_timeout(link::HANDSHAKE);
-        };
-        let thread = std::thread::Builder::new()
-            .name("weightsync-net".into())
-            .spawn(work)
-            .map_err(os("starting the sender's network thread"))?;
+        let coordinator = Coordinator::new(
+            settings,
+            remote_readers,
+            Arc::new(Changes::default()),
+            events.clone(),
+            agents.clone(),
+        );
+        let thread = run(listener, listening, coordinator, on_event)?;
         Ok(Self {
             events,
             thread: Some(thread),
-            store,
-            children,
             agents,
             comparing,
             owner: Origin::here(),
@@ -301,6 +244,65 @@ impl Server {
     }
 }
 
+/// What the coordinator works with.
+fn settings(
+    scheme: &Distributed,
+    opening: &Opening<'_>,
+    run: Run,
+    (store, threads): (&Arc<Store>, &Arc<Threads>),
+) -> Result<Settings> {
+    let models = opening.models.iter();
+    Ok(Settings {
+        welcome: Welcome {
+            run,
+            agent: 0,
+            address: opening.at.address().into(),
+            models: opening.models.len() as u8,
+            slots: opening.options.slots,
+            max_slots: opening.options.max_slots,
+            pid: std::process::id(),
+            verify: scheme.verify == Verify::Blake3,
+        },
+        history: opening.history.clone(),
+        models: models.map(|spec| spec.id.to_string()).collect(),
+        arity: scheme.arity,
+        descriptions: descriptions(opening.models)?,
+        served: Arc::default(),
+        store: store.clone(),
+        threads: threads.clone(),
+    })
+}
+
+/// Starts the thread that accepts connections and decides.
+fn run(
+    listener: TcpListener,
+    listening: Listening,
+    coordinator: Coordinator,
+    on_event: mpsc::Receiver<Event>,
+) -> Result<JoinHandle<()>> {
+    let runtime =
+        runtime("weightsync-link").map_err(os("starting the sender's network threads"))?;
+    listener
+        .set_nonblocking(true)
+        .map_err(os("preparing the listening socket"))?;
+    let work = move || {
+        runtime.block_on(async move {
+            let Ok(listener) = tokio::net::TcpListener::from_std(listener) else {
+                return;
+            };
+            let accepting = tokio::spawn(listening.accept(listener));
+            coordinator.run(on_event).await;
+            accepting.abort();
+        });
+        // Ends the tasks; none of them waits.
+        runtime.shutdown_timeout(link::HANDSHAKE);
+    };
+    std::thread::Builder::new()
+        .name("weightsync-net".into())
+        .spawn(work)
+        .map_err(os("starting the sender's network thread"))
+}
+
 impl Drop for Server {
     fn drop(&mut self) {
         if !self.owner.is_here() {
@@ -316,96 +318,10 @@ impl Drop for Server {
             // The panic hook has already reported a panic there.
             let _ = thread.join();
         }
-        self.store.close();
-        self.children.stop();
-        self.children.join();
-    }
-}
-
-/// Accepts connections.
-struct Listening {
-    credentials: Credentials,
-    events: mpsc::Sender<Event>,
-    serving: Serving,
-    remote_readers: RemoteReaders,
-    /// How many agents there are.
-    agents: Arc<AtomicUsize>,
-}
-
-impl Listening {
-    async fn accept(self, listener: tokio::net::TcpListener) {
-        let Self {
-            credentials,
-            events,
-            serving,
-            remote_readers,
-            agents,
-        } = self;
-        let asking = Arc::new(Semaphore::new(ASKING));
-        let scrubbing = Arc::new(Semaphore::new(SCRUBBING));
-        let busy = move || agents.load(Ordering::Relaxed) >= MAX_AGENTS;
-        let take = move |socket: AsyncStream, from: SocketAddr, role| match role {
-            Role::Control => {
-                let events = events.clone();
-                tokio::spawn(async move {
-                    let _ = events.send(Event::Connected { socket, from }).await;
-                });
-            }
-            Role::Bulk => drop(tokio::spawn(serving.clone().child(socket))),
-            Role::Status | Role::Scrub => {
-                let (event, turns): (fn(_) -> Event, _) = match role {
-                    Role::Scrub => (Event::Scrub, &scrubbing),
-                    _ => (Event::Status, &asking),
-                };
-                let (events, turns) = (events.clone(), turns.clone());
-                drop(tokio::spawn(answer(socket, event, events, turns)));
-            }
-            // Its trainer listens elsewhere.
-            Role::Collector => {}
-        };
-        let failed = move |error: &_| remote_readers.note_failed_accept(error);
-        accept_all(listener, credentials, busy, failed, take).await;
-    }
-}
-
-/// Sends the coordinator this event, forwards its answer, and hangs up. A client without a turn or
-/// without an answer in time is disconnected; it can ask again.
-async fn answer(
-    mut socket: AsyncStream,
-    event: impl FnOnce(oneshot::Sender<String>) -> Event,
-    events: mpsc::Sender<Event>,
-    asking: Arc<Semaphore>,
-) {
-    use tokio::io::AsyncWriteExt;
-    let Ok(Ok(_turn)) = tokio::time::timeout(link::HANDSHAKE, asking.acquire()).await else {
-        return;
-    };
-    let (answer, mut answered) = oneshot::channel();
-    if events.send(event(answer)).await.is_err() {
-        return;
-    }
-    let begun = tokio::time::Instant::now();
-    while begun.elapsed() < ANSWERED_WITHIN {
-        let known = tokio::time::timeout(NOT_YET_EVERY, &mut answered).await;
-        let (json, last) = match known {
-            Ok(Ok(json)) => (json, true),
-            Ok(Err(_)) => return,
-            Err(_) => (NOT_YET.to_owned(), false),
-        };
-        let Ok(frame) = (Status { json }).frame() else {
-            return;
-        };
-        let write = async {
-            socket.write_all(&frame).await?;
-            match last {
-                true => socket.shutdown().await,
-                false => Ok(()),
-            }
-        };
-        let written = tokio::time::timeout(link::HANDSHAKE, write).await;
-        if last || !matches!(written, Ok(Ok(()))) {
-            return;
-        }
+        let Comparing { store, threads, .. } = &self.comparing;
+        store.close();
+        threads.stop();
+        threads.join();
     }
 }
 

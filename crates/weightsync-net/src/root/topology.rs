@@ -61,7 +61,7 @@ pub(crate) struct Topology {
     /// The settled speeds of the agents in the order.
     speeds: BTreeSet<Rank>,
     /// The mean speeds of the other agents.
-    beside: BTreeSet<Rank>,
+    other_speeds: BTreeSet<Rank>,
     /// Until when an agent does not get a parent: (until, agent, parent).
     avoided: BTreeSet<(Duration, AgentId, AgentId)>,
     /// The agent on trial: it stands first until the sender has measured it.
@@ -216,7 +216,7 @@ impl Agent {
 /// Why an agent fetches from a parent no more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LeftParent {
-    /// A fetch failed. The agent avoids this parent [for a while](Topology::again).
+    /// A fetch failed. The agent avoids this parent [for a while](Topology::retry_avoided).
     Failed { now: Duration },
     /// The parent sent other bytes than were published. The agent never gets it again.
     Altered,
@@ -239,7 +239,7 @@ impl Topology {
             order: Vec::new(),
             agents: BTreeMap::new(),
             speeds: BTreeSet::new(),
-            beside: BTreeSet::new(),
+            other_speeds: BTreeSet::new(),
             avoided: BTreeSet::new(),
             tried: None,
         }
@@ -256,7 +256,7 @@ impl Topology {
         };
         self.agents.insert(agent, fresh);
         if endpoint.is_none() {
-            return self.beside(agent);
+            return self.give_sender(agent);
         }
         self.order.push(agent);
         // Agents that are known to be slow stay behind the new one.
@@ -266,7 +266,7 @@ impl Topology {
 
     /// Announces the sender as the parent of an agent that does not serve, unless that was done.
     /// Such an agent has no place in the order, so nobody moves.
-    fn beside(&mut self, agent: AgentId) -> Vec<Assigned> {
+    fn give_sender(&mut self, agent: AgentId) -> Vec<Assigned> {
         let one = self.agents.get_mut(&agent);
         let unannounced = one.filter(|one| one.parent != Some(0));
         let assigned = unannounced.map(|one| {
@@ -285,7 +285,7 @@ impl Topology {
         let gone = self.agents.remove(&agent);
         self.tried.take_if(|tried| *tried == agent);
         if let Some(speed) = gone.as_ref().and_then(|gone| gone.speed) {
-            self.beside.remove(&(speed.mean.0.to_bits(), agent));
+            self.other_speeds.remove(&(speed.mean.0.to_bits(), agent));
         }
         let Some(gone) = gone.filter(|gone| gone.endpoint.is_some()) else {
             return Vec::new();
@@ -320,7 +320,7 @@ impl Topology {
 
     /// Reassigns an agent that fetches from a live parent no more. If the parent was the sender,
     /// even in the parent's place, the agent waits for the next assignment.
-    pub(crate) fn lost(
+    pub(crate) fn leave_parent(
         &mut self,
         agent: AgentId,
         parent: AgentId,
@@ -332,7 +332,7 @@ impl Topology {
             // The agent expects an answer, so the parent is announced even if it stays the same.
             one.parent = None;
             if one.endpoint.is_none() {
-                return self.beside(agent);
+                return self.give_sender(agent);
             }
             if parent != 0 {
                 let before = one.failed.get(&parent).map(|failed| failed.until);
@@ -355,7 +355,7 @@ impl Topology {
     }
 
     /// Allows parents again that were avoided for long enough.
-    pub(crate) fn again(&mut self, now: Duration) -> Vec<Assigned> {
+    pub(crate) fn retry_avoided(&mut self, now: Duration) -> Vec<Assigned> {
         let mut any = false;
         while let Some(&(until, agent, parent)) = self.avoided.first()
             && now >= until
@@ -411,9 +411,9 @@ impl Topology {
         }
         if one.endpoint.is_none() {
             if let Some(before) = before {
-                self.beside.remove(&(before.mean.0.to_bits(), agent));
+                self.other_speeds.remove(&(before.mean.0.to_bits(), agent));
             }
-            self.beside.insert((speed.mean.0.to_bits(), agent));
+            self.other_speeds.insert((speed.mean.0.to_bits(), agent));
             return Vec::new();
         }
         let before = before.map(|before| before.settled);
@@ -455,7 +455,7 @@ impl Topology {
 
     /// The slowest known link of all fetches, in bytes a second.
     pub(crate) fn slowest(&self) -> Option<f64> {
-        let firsts = [&self.speeds, &self.beside].map(|speeds| speeds.first());
+        let firsts = [&self.speeds, &self.other_speeds].map(|speeds| speeds.first());
         let slowest = firsts.into_iter().flatten().min();
         slowest.map(|(speed, _)| f64::from_bits(*speed))
     }
@@ -464,8 +464,8 @@ impl Topology {
     pub(crate) fn parents(&self) -> impl Iterator<Item = (AgentId, Option<AgentId>)> {
         let order = self.order.iter();
         let serve = order.filter_map(|agent| self.agents.get_key_value(agent));
-        let beside = self.agents.iter().filter(|(_, one)| one.endpoint.is_none());
-        serve.chain(beside).map(|(agent, one)| (*agent, one.parent))
+        let others = self.agents.iter().filter(|(_, one)| one.endpoint.is_none());
+        serve.chain(others).map(|(agent, one)| (*agent, one.parent))
     }
 
     /// The agents that serve, in order.

@@ -11,7 +11,7 @@ use super::{Event, World, sender};
 use crate::relay::Item;
 use crate::relay::plan::{Input, Plan};
 use crate::root::topology::AgentId;
-use crate::wire::message::{FromRoot, ToRoot, WorkerProgress};
+use crate::wire::message::{FromRoot, ToRoot, WorkerJoin, WorkerProgress};
 
 /// One agent's process.
 pub(super) struct Agent {
@@ -153,16 +153,15 @@ impl World {
         };
         self.send(
             node,
-            ToRoot::Join {
+            ToRoot::Join(WorkerJoin {
                 ticket,
-                worker: who.worker,
-                instance: who.instance,
+                who,
                 pid,
                 models: u64::MAX,
                 delivery,
                 device: String::new(),
                 seen: weightsync_core::Epoch(1),
-            },
+            }),
         );
     }
 
@@ -170,7 +169,7 @@ impl World {
     pub(super) fn on_root_message(&mut self, node: Node, message: FromRoot) {
         let agent = self.agent_of(node);
         match message {
-            FromRoot::Welcome { .. } => self.come_back(node),
+            FromRoot::Welcome(_) => self.come_back(node),
             FromRoot::Joined { ticket } => {
                 if let Some((who, delivery)) = agent.joining.remove(&ticket)
                     && agent.workers.insert(who.worker, (who, delivery)).is_none()
@@ -238,8 +237,7 @@ impl World {
     pub(super) fn send_progress(&mut self, node: Node, who: WorkerInstance) {
         let taken = self.hosts[node].taken(who);
         let progress = WorkerProgress {
-            worker: who.worker,
-            instance: who.instance,
+            who,
             taken,
             through: 0,
             loaded: taken,
@@ -260,14 +258,7 @@ impl World {
         if known.is_some_and(|(one, _)| *one == who) {
             agent.workers.remove(&who.worker);
         }
-        self.send(
-            node,
-            ToRoot::Gone {
-                worker: who.worker,
-                instance: who.instance,
-                died,
-            },
-        );
+        self.send(node, ToRoot::Gone { who, died });
         self.step(node, vec![Input::Left { who }, Input::MayHaveRoom]);
     }
 

@@ -5,6 +5,7 @@ use super::clock::{MS, Time};
 use super::network::{Health, Node};
 use super::{Event, World};
 use crate::root::membership::LinkLoss;
+use crate::root::plan::RootInput;
 use crate::root::topology::AgentId;
 use crate::wire::message::{FromRoot, ToRoot};
 
@@ -105,7 +106,10 @@ impl World {
         };
         let node = control.node;
         match envelope {
-            Envelope::ToRoot(message) if control.root_open => self.on_agent_message(link, message),
+            Envelope::ToRoot(message) if control.root_open => {
+                let agent = link;
+                self.step_root(RootInput::Message { agent, message });
+            }
             Envelope::ToAgent(message) if control.agent_open => self.on_root_message(node, message),
             _ => {}
         }
@@ -136,7 +140,10 @@ impl World {
             return;
         };
         match control.agent_open && control.root_open {
-            true if self.network.is_good(control.node, 0) => self.is_there(link),
+            true if self.network.is_good(control.node, 0) => {
+                let (agent, message) = (link, ToRoot::Ping);
+                self.step_root(RootInput::Message { agent, message });
+            }
             true => self.expect_sign(link),
             // The end of the link is the next event.
             false => {}
@@ -177,7 +184,8 @@ impl World {
             return;
         }
         if at_root {
-            self.part(link, how);
+            let (agent, reason) = (link, String::new());
+            self.step_root(RootInput::Ended { agent, how, reason });
         } else if let Some(agent) = self.hosts[node].agent.as_mut()
             && agent.link == Some(link)
         {

@@ -1,12 +1,11 @@
 //! A sender, its agents and their workers, in virtual time.
 //!
-//! These parts are real: the decisions ([`Plan`](crate::relay::plan::Plan),
-//! [`Topology`](crate::root::topology::Topology) and
-//! [`Membership`](crate::root::membership::Membership)) and the messages of control links.
-//! These parts are simulated: the code around the decisions in an agent's driver and in the
-//! sender's coordinator; the sender's mailboxes and queues; machines with one agent and up to
-//! three workers each; links with a rate and a latency that are cut, fall silent, and come
-//! back; and transfers in blocks that are passed on as they arrive.
+//! These parts are real: the decisions (the agent's [`Plan`](crate::relay::plan::Plan) and the
+//! sender's [`RootPlan`](crate::root::plan::RootPlan)) and the messages of control links.
+//! These parts are simulated: the code around the decisions in an agent's driver; the sender's
+//! mailboxes and queues; machines with one agent and up to three workers each; links with a
+//! rate and a latency that are cut, fall silent, and come back; and transfers in blocks that
+//! are passed on as they arrive.
 //!
 //! These parts are absent: TCP (a block takes its bytes at the slower end's rate; a machine's
 //! link sends and receives in order; a slow receiver holds up nobody else); several connections
@@ -59,10 +58,8 @@ enum Event {
         since: Time,
         at_root: bool,
     },
-    /// Unreachable workers may be given up.
-    Late,
-    /// Avoided parents may be assigned again.
-    Again,
+    /// What the sender's plan has put off is due.
+    RootTime,
     /// A fetch reaches its parent.
     Asked { number: u64 },
     /// The first byte of a block has arrived.
@@ -156,8 +153,7 @@ impl World {
                 since,
                 at_root,
             } => self.suspect(link, since, at_root),
-            Event::Late => self.late(),
-            Event::Again => self.again(),
+            Event::RootTime => self.root_time(),
             Event::Asked { number } => self.asked(number),
             Event::Begins { number } => self.begins(number),
             Event::Block { number } => self.block(number),

@@ -96,8 +96,7 @@ impl World {
                 self.send(
                     node,
                     ToRoot::Received {
-                        model: item.model as u8,
-                        version: item.version,
+                        item,
                         parent: parent.agent,
                         bytes: came.bytes,
                         micros: came.busy.as_micros() as Time,

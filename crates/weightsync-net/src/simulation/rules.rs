@@ -34,7 +34,7 @@ use super::clock::{MS, SECOND, Time};
 use super::network::{Node, taken};
 use super::{Event, Worker};
 use crate::relay::Item;
-use crate::root::topology::{AgentId, Assigned};
+use crate::root::topology::AgentId;
 
 /// Longer than any effect lasts after its cause is over.
 const CALM: Time = 40 * SECOND;
@@ -117,11 +117,17 @@ impl World {
     pub(super) fn note_publication(&mut self, bytes: u64) {
         self.counts.publications += 1;
         let mut needs = BTreeMap::new();
-        let membership: Vec<_> = self.sender.membership.iter().map(|admit| admit.2).collect();
+        let membership: Vec<_> = self
+            .sender
+            .plan
+            .membership
+            .iter()
+            .map(|one| one.2)
+            .collect();
         let agents: Vec<AgentId> = membership.into_iter().flatten().collect();
         for agent in agents {
             let need = self.time_for(agent);
-            let node = self.sender.agents[&agent].node;
+            let node = self.sender.nodes[&agent];
             for (who, delivery) in self.workers_of(node) {
                 if delivery == Delivery::Newest {
                     needs.insert(who, need);
@@ -145,14 +151,14 @@ impl World {
 
     /// How many agents fetch from an agent.
     fn children(&self, parent: AgentId) -> u64 {
-        let parents = self.sender.topology.parents();
+        let parents = self.sender.plan.topology.parents();
         parents.filter(|(_, of)| *of == Some(parent)).count() as u64
     }
 
     /// How long a publication may take to an agent's workers.
     pub(super) fn time_for(&self, agent: AgentId) -> Time {
         let path = self.sender.path(agent);
-        let node = |agent: AgentId| self.sender.agents[&agent].node;
+        let node = |agent: AgentId| self.sender.nodes[&agent];
         let share =
             |agent: AgentId, node: Node| self.network.rate(node) / self.children(agent).max(1);
         let rates = path.iter().map(|agent| share(*agent, node(*agent)));
@@ -170,9 +176,10 @@ impl World {
         taken(bytes, slowest) + 2 * SECOND + 2 * silent * SUSPECT
     }
 
-    pub(super) fn note_assigned(&mut self, assigned: &Assigned) {
+    /// An agent has been assigned this parent.
+    pub(super) fn note_assigned(&mut self, parent: AgentId) {
         self.disturb();
-        if assigned.parent == 0 {
+        if parent == 0 {
             self.facts.allowed += 2 * self.sender.sizes.iter().sum::<u64>();
         }
     }
@@ -212,7 +219,8 @@ impl World {
             return;
         }
         if *delivery != Delivery::Newest
-            && let Some((_, remote_reader)) = self.sender.membership.reached(who.worker)
+            && self.sender.plan.membership.reached(who.worker).is_some()
+            && let Some(remote_reader) = self.sender.readers.get(&who.worker)
         {
             let between = before + 1..sequence;
             let skipped: Vec<_> = remote_reader
@@ -256,9 +264,9 @@ impl World {
                 let (who, notified) = (worker.who, worker.notified);
                 assert!(worker.alive, "{who:?} of {node} is dead");
                 let delivery = worker.delivery;
-                let reached = self.sender.membership.reached(who.worker);
-                let (_, remote_reader) = reached.expect("the sender reaches it");
-                let newest = remote_reader.desired.last().copied();
+                let reached = self.sender.plan.membership.reached(who.worker);
+                assert!(reached.is_some(), "the sender reaches {who:?} of {node}");
+                let newest = self.sender.readers[&who.worker].desired.last().copied();
                 assert_eq!(Some(notified), newest, "{who:?} of {node} ({delivery:?})");
                 if delivery == Delivery::Newest {
                     assert_eq!(notified, self.sender.sequence, "{who:?} of {node}");
@@ -325,9 +333,10 @@ impl World {
     fn check_order(&mut self) {
         let order: Vec<(AgentId, Node)> = self
             .sender
+            .plan
             .topology
             .order()
-            .map(|agent| (agent, self.sender.agents[&agent].node))
+            .map(|agent| (agent, self.sender.nodes[&agent]))
             .collect();
         let rate = |node: Node| self.network.rate(node);
         // An agent without workers fetches nothing unless an agent below wants it.

@@ -250,7 +250,7 @@ fn two_apart(until: u64, seconds: u64) -> World {
 fn host_retries_an_unreachable_parent_with_backoff() {
     let world = two_apart(20, 60);
     let parents = |world: &World| {
-        let parents = world.sender.topology.parents();
+        let parents = world.sender.plan.topology.parents();
         parents.map(|(_, parent)| parent).collect::<Vec<_>>()
     };
     assert_eq!(parents(&world), [Some(0), Some(1)]);

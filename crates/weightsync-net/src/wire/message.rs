@@ -31,13 +31,13 @@ use self::check::{Check, CheckText, check_text, within};
 
 pub use self::bulk::{BlockRange, ToChild, ToParent, Wanted};
 pub use self::collect::{ToTrainer, ToWorker};
-pub use self::from_root::{FromRoot, RefusalRemedy};
+pub use self::from_root::{FromRoot, RefusalRemedy, Welcome};
 pub use self::model::{AssembledModel, ModelAssembler, model_messages};
-pub use self::to_root::{ToRoot, WorkerProgress};
+pub use self::to_root::{ToRoot, WorkerJoin, WorkerProgress};
 use super::frame::{self, Kind, MAX_FRAME, MAX_MODELS};
 pub use crate::relay::Item;
 /// Which versions a worker gets, and the set that it asks for: the same as for a local reader.
-pub use weightsync_mem::{Delivery, Want};
+pub use weightsync_mem::{Delivery, Want, WorkerInstance};
 
 /// The number of the messages' format, their first byte.
 pub const FORMAT: u8 = 1;

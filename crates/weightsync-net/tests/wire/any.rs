@@ -6,7 +6,7 @@ use weightsync_core::digest::Digest;
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_net::wire::message::{
     BlockRange, Delivery, FromRoot, Item, MAX_PART, RefusalRemedy, Status, ToChild, ToParent,
-    ToRoot, ToTrainer, ToWorker, Want, Wanted, WorkerProgress,
+    ToRoot, ToTrainer, ToWorker, Want, Wanted, Welcome, WorkerInstance, WorkerJoin, WorkerProgress,
 };
 
 /// Raw values for the fields of a message.
@@ -81,10 +81,16 @@ impl Raw {
         self.item.model as u8
     }
 
-    fn progress(&self) -> WorkerProgress {
-        WorkerProgress {
+    fn who(&self) -> WorkerInstance {
+        WorkerInstance {
             worker: self.worker,
             instance: self.n[0],
+        }
+    }
+
+    fn progress(&self) -> WorkerProgress {
+        WorkerProgress {
+            who: self.who(),
             taken: self.n[1],
             through: self.n[3],
             loaded: self.n[4],
@@ -96,9 +102,7 @@ impl Raw {
 
 pub fn to_root() -> impl Strategy<Value = ToRoot> {
     (0..15_u8, raw(), vec(raw(), 0..5)).prop_map(|(variant, raw, more)| {
-        let (model, version) = (raw.model(), raw.item.version);
-        let [instance, question, ..] = raw.n;
-        let worker = raw.worker;
+        let (who, item, question) = (raw.who(), raw.item, raw.n[1]);
         match variant {
             0 => ToRoot::Agent {
                 host: raw.bytes,
@@ -109,10 +113,9 @@ pub fn to_root() -> impl Strategy<Value = ToRoot> {
                 holds: raw.list,
                 name: raw.text,
             },
-            1 => ToRoot::Join {
+            1 => ToRoot::Join(WorkerJoin {
                 ticket: raw.n[2],
-                worker,
-                instance,
+                who,
                 pid: raw.pid,
                 models: raw.n[3].max(1),
                 delivery: match raw.choice % 34 {
@@ -122,26 +125,23 @@ pub fn to_root() -> impl Strategy<Value = ToRoot> {
                 },
                 device: raw.text,
                 seen: Epoch(raw.n[4]),
-            },
+            }),
             2 => ToRoot::Progress {
                 workers: more.iter().map(Raw::progress).collect(),
             },
             3 => ToRoot::Gone {
-                worker,
-                instance,
+                who,
                 died: raw.flag,
             },
             4 => ToRoot::Unusable {
-                worker,
-                instance,
+                who,
                 reason: raw.text,
             },
             5 => ToRoot::Ask {
-                worker,
-                instance,
+                who,
                 question,
                 want: {
-                    let model = model.into();
+                    let Item { model, version } = item;
                     match raw.choice % 3 {
                         0 => Want::Newest,
                         1 => Want::AtLeast { model, version },
@@ -149,14 +149,13 @@ pub fn to_root() -> impl Strategy<Value = ToRoot> {
                     }
                 },
             },
-            6 => ToRoot::Withdraw { worker, instance },
+            6 => ToRoot::Withdraw { who },
             7 => ToRoot::Holds {
                 have: raw.list,
                 dropped: raw.set,
             },
             8 => ToRoot::Received {
-                model,
-                version,
+                item,
                 parent: raw.n[2],
                 bytes: raw.n[0],
                 micros: raw.n[1],
@@ -165,18 +164,16 @@ pub fn to_root() -> impl Strategy<Value = ToRoot> {
                 parent: raw.n[0],
                 reason: raw.text,
             },
-            10 => ToRoot::Missing { model, version },
+            10 => ToRoot::Missing { item },
             11 => ToRoot::Ping,
             12 => ToRoot::Goodbye,
             13 => ToRoot::Altered {
                 parent: raw.n[0],
-                model,
-                version,
+                item,
                 block: raw.pid,
             },
             _ => ToRoot::Scrubbed {
-                model,
-                version,
+                item,
                 digest: raw.flag.then_some(Digest([raw.choice; 16])),
             },
         }
@@ -186,10 +183,10 @@ pub fn to_root() -> impl Strategy<Value = ToRoot> {
 pub fn from_root() -> impl Strategy<Value = FromRoot> {
     (0..15_u8, raw(), vec(any::<u8>(), 1..300)).prop_map(|(variant, raw, bytes)| {
         let model = raw.model();
-        let [instance, sequence, ..] = raw.n;
+        let (who, item, sequence) = (raw.who(), raw.item, raw.n[1]);
         let (worker, question) = (raw.worker, raw.n[2]);
         match variant {
-            0 => FromRoot::Welcome {
+            0 => FromRoot::Welcome(Welcome {
                 run: raw.run(),
                 agent: raw.n[0].max(1),
                 address: format!("x{}", raw.text),
@@ -198,7 +195,7 @@ pub fn from_root() -> impl Strategy<Value = FromRoot> {
                 max_slots: raw.choice % 32 + 33,
                 pid: raw.pid,
                 verify: raw.flag,
-            },
+            }),
             1 => FromRoot::Model {
                 index: model,
                 layout_bytes: raw.n[0] % ((64 << 20) + 1),
@@ -240,8 +237,7 @@ pub fn from_root() -> impl Strategy<Value = FromRoot> {
                 known: raw.list.iter().take(16).map(|item| item.version).collect(),
             },
             9 => FromRoot::TurnAway {
-                worker,
-                instance,
+                who,
                 reason: raw.text,
             },
             10 => FromRoot::Parent {
@@ -250,14 +246,8 @@ pub fn from_root() -> impl Strategy<Value = FromRoot> {
             },
             11 => FromRoot::Ping,
             12 => FromRoot::Goodbye,
-            13 => FromRoot::Scrub {
-                model,
-                version: raw.item.version,
-            },
-            _ => FromRoot::Spoiled {
-                model,
-                version: raw.item.version,
-            },
+            13 => FromRoot::Scrub { item },
+            _ => FromRoot::Spoiled { item },
         }
     })
 }

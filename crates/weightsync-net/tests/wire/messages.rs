@@ -56,17 +56,21 @@ fn agent(bulk: Option<u16>, holds: Vec<Item>) -> ToRoot {
     }
 }
 
+fn who(worker: u32, instance: u64) -> WorkerInstance {
+    let worker = WorkerId(worker);
+    WorkerInstance { worker, instance }
+}
+
 fn join(models: u64, delivery: Delivery) -> ToRoot {
-    ToRoot::Join {
+    ToRoot::Join(WorkerJoin {
         ticket: 1,
-        worker: WorkerId(0),
-        instance: 1,
+        who: who(0, 1),
         pid: 1,
         models,
         delivery,
         device: String::new(),
         seen: Epoch(0),
-    }
+    })
 }
 
 fn fetch(ranges: &[(u32, u32)]) -> ToParent {
@@ -84,7 +88,7 @@ fn fetch(ranges: &[(u32, u32)]) -> ToParent {
 }
 
 fn welcome(agent: u64, address: &str, models: u8, slots: u8, max_slots: u8) -> FromRoot {
-    FromRoot::Welcome {
+    FromRoot::Welcome(Welcome {
         run: RUN,
         agent,
         address: address.into(),
@@ -93,7 +97,7 @@ fn welcome(agent: u64, address: &str, models: u8, slots: u8, max_slots: u8) -> F
         max_slots,
         pid: 1,
         verify: false,
-    }
+    })
 }
 
 #[test]
@@ -101,8 +105,7 @@ fn encoding_refuses_messages_out_of_bounds() {
     let many = |count| vec![item(0, 1); count];
     let progress = |workers| ToRoot::Progress { workers };
     let worker = |versions| WorkerProgress {
-        worker: WorkerId(0),
-        instance: 0,
+        who: who(0, 0),
         taken: 0,
         through: 0,
         loaded: 0,
@@ -110,8 +113,7 @@ fn encoding_refuses_messages_out_of_bounds() {
         refused: None,
     };
     let ask = |want| ToRoot::Ask {
-        worker: WorkerId(0),
-        instance: 0,
+        who: who(0, 0),
         question: 0,
         want,
     };
@@ -150,13 +152,7 @@ fn encoding_refuses_messages_out_of_bounds() {
             },
             "limit of 4096",
         ),
-        (
-            ToRoot::Missing {
-                model: 0,
-                version: Version::NONE,
-            },
-            "a version from 1",
-        ),
+        (ToRoot::Missing { item: item(0, 0) }, "a version from 1"),
     ] {
         let words = refused(&message);
         assert!(words.contains(part), "{part} in {words}");
@@ -239,22 +235,8 @@ fn decoding_refuses_messages_out_of_bounds() {
     // (a message, where in its payload, what is put there)
     let to_root: [(ToRoot, usize, u8); 5] = [
         // Format, variant, model.
-        (
-            ToRoot::Missing {
-                model: 1,
-                version: Version(1),
-            },
-            2,
-            64,
-        ),
-        (
-            ToRoot::Missing {
-                model: 1,
-                version: Version(1),
-            },
-            3,
-            0,
-        ),
+        (ToRoot::Missing { item: item(1, 1) }, 2, 64),
+        (ToRoot::Missing { item: item(1, 1) }, 3, 0),
         // Format, variant, ticket, worker, instance, pid, models, delivery, bound.
         (join(1, Delivery::Newest), 6, 0),
         (join(1, Delivery::Every { bound: 1 }), 8, 33),
@@ -316,16 +298,15 @@ fn text_is_cut_when_sent_and_refused_if_too_long() {
     });
     has_text(MAX_DEVICE, |device| {
         let mut message = join(1, Delivery::Newest);
-        if let ToRoot::Join { device: field, .. } = &mut message {
+        if let ToRoot::Join(WorkerJoin { device: field, .. }) = &mut message {
             *field = device;
         }
         message
     });
-    let (worker, instance, ticket) = (WorkerId(1), 1, 1);
+    let (who, ticket) = (who(1, 1), 1);
     has_text(MAX_TEXT, |reason| ToRoot::Progress {
         workers: vec![WorkerProgress {
-            worker,
-            instance,
+            who,
             taken: 1,
             through: 1,
             loaded: 1,
@@ -333,22 +314,14 @@ fn text_is_cut_when_sent_and_refused_if_too_long() {
             refused: Some((1, reason)),
         }],
     });
-    has_text(MAX_TEXT, |reason| ToRoot::Unusable {
-        worker,
-        instance,
-        reason,
-    });
+    has_text(MAX_TEXT, |reason| ToRoot::Unusable { who, reason });
     has_text(MAX_TEXT, |reason| ToRoot::ParentLost { parent: 1, reason });
     has_text(MAX_TEXT, |reason| FromRoot::Refused {
         reason,
         remedy: RefusalRemedy::Other,
     });
     has_text(MAX_TEXT, |reason| FromRoot::Denied { ticket, reason });
-    has_text(MAX_TEXT, |reason| FromRoot::TurnAway {
-        worker,
-        instance,
-        reason,
-    });
+    has_text(MAX_TEXT, |reason| FromRoot::TurnAway { who, reason });
     has_text(MAX_TEXT, |reason| ToChild::Gone { reason });
     has_text(MAX_TEXT, |reason| ToWorker::End { reason });
     has_text(MAX_TEXT, |reason| ToWorker::Later { reason });
@@ -411,8 +384,7 @@ fn the_longest_messages_fit_their_frames() {
 fn progress_of_any_number_of_workers_fits() {
     let workers: Vec<WorkerProgress> = (0..10_000)
         .map(|number| WorkerProgress {
-            worker: WorkerId(u32::MAX - number),
-            instance: u64::MAX,
+            who: who(u32::MAX - number, u64::MAX),
             taken: u64::MAX,
             through: u64::MAX,
             loaded: u64::MAX,
@@ -431,7 +403,7 @@ fn progress_of_any_number_of_workers_fits() {
             panic!("{message:?}")
         };
         for worker in workers {
-            assert_eq!(worker.worker, WorkerId(u32::MAX - next));
+            assert_eq!(worker.who.worker, WorkerId(u32::MAX - next));
             next += 1;
         }
     }

@@ -9,7 +9,7 @@ use weightsync_net::wire::hello::{Client, Next, Protocols, Role, Server, Verdict
 use weightsync_net::wire::hello::{HELLO_BYTES, ServerHello};
 use weightsync_net::wire::message::{
     BlockRange, Delivery, FromRoot, Item, RefusalRemedy, Status, ToChild, ToParent, ToRoot,
-    ToTrainer, ToWorker, Want, Wanted, WorkerProgress,
+    ToTrainer, ToWorker, Want, Wanted, Welcome, WorkerInstance, WorkerJoin, WorkerProgress,
 };
 
 pub const RUN: Run = Run {
@@ -101,23 +101,28 @@ pub fn delta() -> DeltaHead {
     }
 }
 
+fn who(worker: u32, instance: u64) -> WorkerInstance {
+    let worker = WorkerId(worker);
+    WorkerInstance { worker, instance }
+}
+
 pub fn to_root() -> Vec<(&'static str, ToRoot)> {
-    let (worker, instance) = (WorkerId(300), 5_000_000_000);
+    let who = who(300, 5_000_000_000);
     let ask = |want| ToRoot::Ask {
-        worker,
-        instance,
+        who,
         question: 3,
         want,
     };
-    let join = |models, delivery| ToRoot::Join {
-        ticket: 9,
-        worker,
-        instance,
-        pid: 4711,
-        models,
-        delivery,
-        device: "cuda:0".into(),
-        seen: Epoch(6),
+    let join = |models, delivery| {
+        ToRoot::Join(WorkerJoin {
+            ticket: 9,
+            who,
+            pid: 4711,
+            models,
+            delivery,
+            device: "cuda:0".into(),
+            seen: Epoch(6),
+        })
     };
     let (model, version) = (63, Version(1 << 40));
     vec![
@@ -153,8 +158,7 @@ pub fn to_root() -> Vec<(&'static str, ToRoot)> {
             ToRoot::Progress {
                 workers: vec![
                     WorkerProgress {
-                        worker,
-                        instance,
+                        who,
                         taken: 12,
                         through: 2,
                         loaded: 11,
@@ -162,8 +166,7 @@ pub fn to_root() -> Vec<(&'static str, ToRoot)> {
                         refused: Some((12, "the layout is another".into())),
                     },
                     WorkerProgress {
-                        worker: WorkerId(0),
-                        instance: 1,
+                        who: self::who(0, 1),
                         taken: 0,
                         through: 0,
                         loaded: 0,
@@ -173,26 +176,18 @@ pub fn to_root() -> Vec<(&'static str, ToRoot)> {
                 ],
             },
         ),
-        (
-            "gone",
-            ToRoot::Gone {
-                worker,
-                instance,
-                died: true,
-            },
-        ),
+        ("gone", ToRoot::Gone { who, died: true }),
         (
             "unusable",
             ToRoot::Unusable {
-                worker,
-                instance,
+                who,
                 reason: "out of memory".into(),
             },
         ),
         ("ask_newest", ask(Want::Newest)),
         ("ask_at_least", ask(Want::AtLeast { model, version })),
         ("ask_exactly", ask(Want::Exactly { model, version })),
-        ("withdraw", ToRoot::Withdraw { worker, instance }),
+        ("withdraw", ToRoot::Withdraw { who }),
         (
             "holds",
             ToRoot::Holds {
@@ -203,8 +198,7 @@ pub fn to_root() -> Vec<(&'static str, ToRoot)> {
         (
             "received",
             ToRoot::Received {
-                model: 1,
-                version: Version(43),
+                item: item(1, 43),
                 parent: 4,
                 bytes: 1 << 30,
                 micros: 123_456,
@@ -217,20 +211,13 @@ pub fn to_root() -> Vec<(&'static str, ToRoot)> {
                 reason: "silent for 800 ms".into(),
             },
         ),
-        (
-            "missing",
-            ToRoot::Missing {
-                model: 1,
-                version: Version(43),
-            },
-        ),
+        ("missing", ToRoot::Missing { item: item(1, 43) }),
         ("ping", ToRoot::Ping),
         ("goodbye", ToRoot::Goodbye),
         (
             "scrubbed",
             ToRoot::Scrubbed {
-                model: 1,
-                version: Version(43),
+                item: item(1, 43),
                 digest: Some(Digest(core::array::from_fn(|at| at as u8))),
             },
         ),
@@ -238,8 +225,7 @@ pub fn to_root() -> Vec<(&'static str, ToRoot)> {
             "altered",
             ToRoot::Altered {
                 parent: 4,
-                model: 1,
-                version: Version(43),
+                item: item(1, 43),
                 block: 7,
             },
         ),
@@ -260,7 +246,7 @@ pub fn from_root() -> Vec<(&'static str, FromRoot)> {
     vec![
         (
             "welcome",
-            FromRoot::Welcome {
+            FromRoot::Welcome(Welcome {
                 run: RUN,
                 agent: 3,
                 address: "trainer:7007".into(),
@@ -269,7 +255,7 @@ pub fn from_root() -> Vec<(&'static str, FromRoot)> {
                 max_slots: 64,
                 pid: 4700,
                 verify: true,
-            },
+            }),
         ),
         (
             "model",
@@ -332,8 +318,7 @@ pub fn from_root() -> Vec<(&'static str, FromRoot)> {
         (
             "turn_away",
             FromRoot::TurnAway {
-                worker,
-                instance: 5_000_000_000,
+                who: who(300, 5_000_000_000),
                 reason: "it came back under its number".into(),
             },
         ),
@@ -341,20 +326,8 @@ pub fn from_root() -> Vec<(&'static str, FromRoot)> {
         ("parent_other", parent(4, Some("[2001:db8::4]:7008"))),
         ("ping", FromRoot::Ping),
         ("goodbye", FromRoot::Goodbye),
-        (
-            "scrub",
-            FromRoot::Scrub {
-                model: 1,
-                version: Version(64),
-            },
-        ),
-        (
-            "spoiled",
-            FromRoot::Spoiled {
-                model: 1,
-                version: Version(64),
-            },
-        ),
+        ("scrub", FromRoot::Scrub { item: item(1, 64) }),
+        ("spoiled", FromRoot::Spoiled { item: item(1, 64) }),
     ]
 }
 

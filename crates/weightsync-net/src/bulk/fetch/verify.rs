@@ -8,27 +8,13 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 
 use super::super::serve::invalid;
 use super::requested::Requested;
-use super::{Parent, Shared, Unsent, read_exact, read_message};
+use super::{FetchTask, Misbehaved, Parent, read_exact, read_message};
 use crate::bulk::PATIENCE;
 use crate::relay::backoff;
 use crate::wire::frame::{BLOCK, HEADER_BYTES, Header, Kind};
 use crate::wire::message::{DIGEST_BYTES, Message, ToChild, ToParent};
 
-/// A relay sent other bytes than the sender published.
-#[derive(Debug, thiserror::Error)]
-#[error("block {index} is not the one that the sender published: its BLAKE3 digest is another")]
-struct Altered {
-    index: usize,
-}
-
-/// The sender did not tell the digest of a block.
-#[derive(Debug, thiserror::Error)]
-#[error("the sender did not tell the digest of block {index} within {PATIENCE:?}")]
-struct Unknown {
-    index: usize,
-}
-
-impl Shared {
+impl FetchTask {
     /// The sender, if this fetch compares blocks with its digests. What comes from the sender
     /// needs no digest: it comes by the same kind of link as the digests.
     fn teller(&self) -> Option<Parent> {
@@ -110,7 +96,7 @@ impl Shared {
             match read_message(&mut socket, &header)? {
                 ToChild::Idle => {}
                 ToChild::End => match self.next_unknown() {
-                    Some(index) => return Err(invalid(Unsent { index })),
+                    Some(index) => return Err(invalid(Misbehaved::Unsent { index })),
                     None => return Ok(()),
                 },
                 ToChild::Gone { .. } => {
@@ -122,7 +108,7 @@ impl Shared {
                     let (digests, _) = digests.as_chunks::<DIGEST_BYTES>();
                     for digest in digests {
                         if !self.held.note_digest(next, *digest) {
-                            return Err(invalid(Contradicts { index: next }));
+                            return Err(invalid(Misbehaved::Contradicts { index: next }));
                         }
                         next += 1;
                     }
@@ -152,22 +138,15 @@ impl Shared {
                 self.store.wait_until(|| known() || over(), PATIENCE);
             }
             let Some(expected) = self.held.digest(index) else {
-                return Err(invalid(Unknown { index }));
+                return Err(invalid(Misbehaved::Untold { index }));
             };
             if blake3::hash(block) != *expected {
                 let _ = self.altered.set(index);
                 // The other connections to this parent could hold the report up.
                 self.stop();
-                return Err(invalid(Altered { index }));
+                return Err(invalid(Misbehaved::Altered { index }));
             }
         }
         Ok(())
     }
-}
-
-/// The sender told two digests of one block, or one of a block that the version has not.
-#[derive(Debug, thiserror::Error)]
-#[error("the sender told a digest of block {index} that does not fit the version")]
-struct Contradicts {
-    index: usize,
 }

@@ -2,10 +2,8 @@
 
 use std::io;
 
-use tokio::sync::oneshot;
 use weightsync_core::Run;
 
-use super::super::STUCK;
 use super::{REPLACED, Serving, send, send_gone};
 use crate::link::stream::{AsyncStream, Stream};
 use crate::relay::Item;
@@ -26,23 +24,10 @@ impl Serving {
         let Ok(permit) = self.digesting.clone().acquire_owned().await else {
             return Ok(None);
         };
-        let mut stream = socket.into_blocking()?;
-        stream.socket().set_write_timeout(Some(STUCK))?;
-        let Some(watched) = self.threads.watch(stream.socket())? else {
-            return Ok(None);
-        };
-        let (done, told) = oneshot::channel();
         let serving = self.clone();
-        self.threads.spawn("weightsync-serve", move || {
-            let result = serving.tell(&mut stream, run, item);
-            drop((watched, permit));
-            // The child may have gone meanwhile; then nobody receives this.
-            let _ = done.send(result.map(|()| stream));
-        })?;
-        match told.await {
-            Ok(stream) => stream?.into_async().map(Some),
-            Err(_) => Ok(None),
-        }
+        let work = move |stream: &mut Stream| serving.tell(stream, run, item);
+        let done = self.on_thread(socket, permit, work).await?;
+        Ok(done.map(|(socket, ())| socket))
     }
 
     fn tell(&self, socket: &mut Stream, run: Run, item: Item) -> io::Result<()> {
@@ -55,7 +40,7 @@ impl Serving {
         let Some(held) = self.store.get(item) else {
             return send_gone(socket, "it is no longer kept");
         };
-        let Some(_going) = held.goes_by(socket.socket())? else {
+        let Some(_registered) = held.register(socket.socket())? else {
             drop(held);
             return send_gone(socket, REPLACED);
         };

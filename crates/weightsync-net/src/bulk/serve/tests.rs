@@ -77,7 +77,7 @@ fn coming(bytes: u64) -> (Relay, Arc<Held>) {
     let options = SegmentOptions::default();
     let relay = Relay::create(listener, [1; 16], (RUN, 1), &models, options).unwrap();
     let slot = relay.partial_slot(0, ITEM.version, BLOCK as usize);
-    (relay, Arc::new(Held::coming(slot.unwrap().unwrap())))
+    (relay, Arc::new(Held::arriving(slot.unwrap().unwrap())))
 }
 
 /// The next message to it; `None` once it is disconnected.

@@ -2,11 +2,11 @@
 
 use std::io;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use weightsync_core::Version;
 use weightsync_core::delta::Scratch;
 
+use super::super::delta::Delta;
 use super::super::store::{BlockState, Held};
 use super::super::{IDLE, PATIENCE};
 use super::{DeltaState, ON_ITS_WAY, REPLACED, Served, Serving, TURN, send, send_gone, write_both};
@@ -34,6 +34,19 @@ enum End {
     Over,
     /// Other fetches wait: it is their turn.
     Turn,
+}
+
+/// What came of trying to send the next blocks.
+enum Step {
+    Sent {
+        blocks: usize,
+        /// Bytes that count for the speed of the link.
+        bytes: u64,
+    },
+    /// They are not here yet.
+    NotYet,
+    /// They will not come.
+    Gone,
 }
 
 impl Transfer {
@@ -99,7 +112,7 @@ impl Transfer {
             },
         };
         self.held = Some(held.clone());
-        let Some(_going) = held.goes_by(socket.socket())? else {
+        let Some(_registered) = held.register(socket.socket())? else {
             // Released before the child hears of it: a version that is held keeps a slot, and the
             // child may read slowly.
             self.held = None;
@@ -107,90 +120,39 @@ impl Transfer {
             send_gone(socket, REPLACED)?;
             return Ok(End::Over);
         };
-        let (item, serving) = (self.item(), self.serving.clone());
-        let Wanted { agent, ranges, .. } = &self.fetch;
-        // Ranges ascend and do not overlap. So the end of the last one bounds the work that
-        // follows.
-        let behind = ranges.last().and_then(|range| range.end());
-        if behind.is_some_and(|behind| behind as usize > held.blocks()) {
+        let Some(indices) = self.blocks_left(&held) else {
             send_gone(socket, "the version has fewer blocks than were requested")?;
             return Ok(End::Over);
-        }
-        let indices = ranges.iter().flat_map(|range| {
-            let first = range.first as usize;
-            first..first + range.count as usize
-        });
-        let indices: Vec<usize> = indices.skip(self.done).collect();
-        let mut delta = self.base().and_then(|base| {
-            let deltas = serving.store.deltas();
-            // The sender may be comparing the version now: a short wait can save sending it whole.
-            let known = || !deltas.is_announced();
-            serving.store.wait_until(known, IDLE);
-            deltas.find(item, base, serving.rates().get(agent).copied())
-        });
+        };
+        let (item, serving) = (self.item(), self.serving.clone());
+        let deltas = serving.store.deltas();
+        let mut delta = self.find_delta();
         let mut scratch = Scratch::new();
         let mut left = &indices[..];
         while let Some(&index) = left.first() {
             if begun.elapsed() >= TURN && serving.others_wait() {
                 return Ok(End::Turn);
             }
-            let deltas = serving.store.deltas();
             delta = delta.filter(|delta| !deltas.is_too_much(item.model, delta));
             let span = span_of(left, held.blocks());
             let whole = delta.as_ref().filter(|_| !span.is_empty());
-            if let Some(delta) = whole {
-                let index = index / SPAN_BLOCKS;
-                match serving.look(delta, &held, index, &mut scratch) {
-                    DeltaState::Ready(bytes, crc) => {
-                        let head = DeltaHead {
-                            model: item.model as u8,
-                            version: item.version,
-                            base: delta.base(),
-                            index: index as u32,
-                            bytes: bytes.len() as u32,
-                            crc,
-                            image_bytes: held.image_bytes(),
-                        };
-                        let late = Lateness::new(&serving, bytes.len());
-                        write_both(socket, &head.frame(), bytes, || late.is_late())?;
-                        *sent += (head.frame().len() + bytes.len()) as u64;
-                        self.note_sent(span.len());
-                        left = &left[span.len()..];
-                        // Folding the span has made the delta larger.
-                        if delta.is_folded() {
-                            deltas.trim(item.model);
-                        }
-                        continue;
-                    }
-                    DeltaState::NotYet => {
-                        self.send_idle(socket)?;
-                        continue;
-                    }
-                    DeltaState::Gone => {
-                        send_gone(socket, REPLACED)?;
-                        return Ok(End::Over);
-                    }
-                    DeltaState::Dense => {}
+            let coded = match whole {
+                Some(delta) => self.send_delta(socket, &held, (delta, span), &mut scratch)?,
+                None => None,
+            };
+            let step = match coded {
+                Some(step) => step,
+                None => self.send_block(socket, &held, index)?,
+            };
+            match step {
+                Step::Sent { blocks, bytes } => {
+                    *sent += bytes;
+                    self.last_sent = Instant::now();
+                    self.done += blocks;
+                    left = &left[blocks..];
                 }
-            }
-            match serving.store.block(&held, index, IDLE) {
-                BlockState::Ready(bytes, crc) => {
-                    let head = BlockHead {
-                        model: item.model as u8,
-                        version: item.version,
-                        index: index as u32,
-                        bytes: bytes.len() as u32,
-                        crc,
-                        image_bytes: held.image_bytes(),
-                    };
-                    let late = Lateness::new(&serving, bytes.len());
-                    write_both(socket, &head.frame(), bytes, || late.is_late())?;
-                    *sent += bytes.len() as u64;
-                    self.note_sent(1);
-                    left = &left[1..];
-                }
-                BlockState::NotYet => self.send_idle(socket)?,
-                BlockState::Gone => {
+                Step::NotYet => self.send_idle(socket)?,
+                Step::Gone => {
                     send_gone(socket, REPLACED)?;
                     return Ok(End::Over);
                 }
@@ -198,6 +160,98 @@ impl Transfer {
         }
         send(socket, &ToChild::End)?;
         Ok(End::Over)
+    }
+
+    /// The requested blocks that were not sent yet; `None` if the version has fewer blocks.
+    fn blocks_left(&self, held: &Held) -> Option<Vec<usize>> {
+        let ranges = &self.fetch.ranges;
+        // Ranges ascend and do not overlap. So the end of the last one bounds the work that
+        // follows.
+        let behind = ranges.last().and_then(|range| range.end());
+        if behind.is_some_and(|behind| behind as usize > held.blocks()) {
+            return None;
+        }
+        let indices = ranges.iter().flat_map(|range| {
+            let first = range.first as usize;
+            first..first + range.count as usize
+        });
+        Some(indices.skip(self.done).collect())
+    }
+
+    /// The changes since the version that the child has, if they are known or about to be.
+    fn find_delta(&self) -> Option<Arc<Delta>> {
+        let base = self.fetch.base?;
+        let store = &self.serving.store;
+        // The sender may be comparing the version now: a short wait can save sending it whole.
+        store.wait_until(|| !store.deltas().is_announced(), IDLE);
+        let rate = self.serving.rates().get(&self.fetch.agent).copied();
+        store.deltas().find(self.item(), base, rate)
+    }
+
+    /// Sends the delta of a whole span; `None` if the span goes as blocks.
+    fn send_delta(
+        &self,
+        socket: &mut Stream,
+        held: &Held,
+        (delta, span): (&Delta, &[usize]),
+        scratch: &mut Scratch,
+    ) -> io::Result<Option<Step>> {
+        let (item, index) = (self.item(), span[0] / SPAN_BLOCKS);
+        let (bytes, crc) = match self.serving.delta_state(delta, held, index, scratch) {
+            DeltaState::Ready(bytes, crc) => (bytes, crc),
+            DeltaState::Dense => return Ok(None),
+            DeltaState::NotYet => return Ok(Some(Step::NotYet)),
+            DeltaState::Gone => return Ok(Some(Step::Gone)),
+        };
+        let head = DeltaHead {
+            model: item.model as u8,
+            version: item.version,
+            base: delta.base(),
+            index: index as u32,
+            bytes: bytes.len() as u32,
+            crc,
+            image_bytes: held.image_bytes(),
+        };
+        let head = head.frame();
+        self.write(socket, &head, bytes)?;
+        // Folding the span has made the delta larger.
+        if delta.is_folded() {
+            self.serving.store.deltas().trim(item.model);
+        }
+        Ok(Some(Step::Sent {
+            blocks: span.len(),
+            bytes: (head.len() + bytes.len()) as u64,
+        }))
+    }
+
+    fn send_block(&self, socket: &mut Stream, held: &Held, index: usize) -> io::Result<Step> {
+        let item = self.item();
+        let (bytes, crc) = match self.serving.store.block(held, index, IDLE) {
+            BlockState::Ready(bytes, crc) => (bytes, crc),
+            BlockState::NotYet => return Ok(Step::NotYet),
+            BlockState::Gone => return Ok(Step::Gone),
+        };
+        let head = BlockHead {
+            model: item.model as u8,
+            version: item.version,
+            index: index as u32,
+            bytes: bytes.len() as u32,
+            crc,
+            image_bytes: held.image_bytes(),
+        };
+        self.write(socket, &head.frame(), bytes)?;
+        Ok(Step::Sent {
+            blocks: 1,
+            bytes: bytes.len() as u64,
+        })
+    }
+
+    /// Writes a block or delta, unless that takes too long while other fetches wait.
+    fn write(&self, socket: &mut Stream, head: &[u8], bytes: &[u8]) -> io::Result<()> {
+        let begun = Instant::now();
+        let blocks = bytes.len().div_ceil(BLOCK as usize).max(1) as u32;
+        let is_late = || begun.elapsed() >= ON_ITS_WAY * blocks && self.serving.others_wait();
+        write_both(socket, head, bytes, is_late)
     }
 
     /// The version once part of it is here, or how the turn ends without it.
@@ -220,17 +274,6 @@ impl Transfer {
             store.wait_for(item, IDLE);
             self.send_idle(socket)?;
         }
-    }
-
-    /// The older version that the child has.
-    fn base(&self) -> Option<Version> {
-        self.fetch.base
-    }
-
-    /// Notes that this many more blocks were sent.
-    fn note_sent(&mut self, blocks: usize) {
-        self.last_sent = Instant::now();
-        self.done += blocks;
     }
 
     /// Whether the version is no longer served.
@@ -269,29 +312,6 @@ impl Drop for Transfer {
         if let Err(error) = spawned {
             tracing::warn!("{item:?} still counts as wanted: {error}");
         }
-    }
-}
-
-/// Decides whether to give up a block or delta that is being sent.
-struct Lateness<'a> {
-    serving: &'a Serving,
-    begun: Instant,
-    limit: Duration,
-}
-
-impl<'a> Lateness<'a> {
-    /// Starts the clock for a block or delta of this many bytes.
-    fn new(serving: &'a Serving, bytes: usize) -> Self {
-        let blocks = bytes.div_ceil(BLOCK as usize).max(1) as u32;
-        Self {
-            serving,
-            begun: Instant::now(),
-            limit: ON_ITS_WAY * blocks,
-        }
-    }
-
-    fn is_late(&self) -> bool {
-        self.begun.elapsed() >= self.limit && self.serving.others_wait()
     }
 }
 

@@ -145,7 +145,7 @@ fn fetch_verified(
 ) -> FetchEnd {
     let runtime = runtime();
     let (address, asked, go) = held_parent(&runtime, answer);
-    let held = Arc::new(Held::coming(slot.clone()));
+    let held = Arc::new(Held::arriving(slot.clone()));
     let connections = Connections::new(Credentials::plain(&SECRET), (RUN, 1), 1, digests);
     let (note, ends) = mpsc::channel();
     let version = slot.version();

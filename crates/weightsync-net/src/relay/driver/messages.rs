@@ -1,38 +1,33 @@
 //! Handles the sender's messages to an agent.
 
 use tokio::time::Instant;
-use weightsync_mem::WorkerInstance;
 
-use super::{Driver, LINGER, Worker};
+use super::{Driver, LINGER};
 use crate::bulk::Parent;
-use crate::relay::plan::{Input, Item};
+use crate::relay::plan::Input;
 use crate::wire::message::{FromRoot, ToRoot};
 
 impl Driver {
+    /// Handles a message. One arm for each, so that the whole vocabulary of a sender is seen at
+    /// once; what an arm does stands elsewhere.
     pub(super) fn on_message(&mut self, message: FromRoot) {
         match message {
-            FromRoot::Joined { ticket } => self.admit(ticket),
-            FromRoot::Denied { ticket, reason } => {
-                if let Some(joining) = self.joining.remove(&ticket) {
-                    self.relay.deny(joining.ticket, &reason);
-                } else if let Some(who) = self.rejoining.remove(&ticket) {
-                    self.relay.turn_away(who, &reason);
-                    self.end_link_before();
-                }
-            }
+            FromRoot::Joined { ticket } => self.joined(ticket),
+            FromRoot::Denied { ticket, reason } => self.denied(ticket, &reason),
             FromRoot::Notify {
                 sequence,
                 set,
                 workers,
             } => {
-                let known = workers.iter().filter_map(|worker| self.workers.get(worker));
-                let inputs = known.map(|worker| Input::Notified {
-                    who: worker.who,
+                let known = workers.into_iter();
+                let known = known.filter_map(|worker| self.members.instance(worker));
+                let notified = known.map(|who| Input::Notified {
+                    who,
                     sequence,
                     set: set.clone(),
                 });
-                let inputs: Vec<_> = inputs.collect();
-                self.step(inputs);
+                let notified: Vec<_> = notified.collect();
+                self.step(notified);
             }
             FromRoot::Answer {
                 worker,
@@ -40,16 +35,14 @@ impl Driver {
                 sequence,
                 set,
             } => {
-                let who = self.workers.get(&worker).map(|worker| worker.who);
                 // A question that was sent twice is answered twice.
-                if let Some(who) = who.filter(|who| self.waits_for(*who, question)) {
-                    let answered = Input::Answered {
+                if let Some(who) = self.members.asker(worker, question) {
+                    self.step([Input::Answered {
                         who,
                         question,
                         sequence,
                         set,
-                    };
-                    self.step([answered]);
+                    }]);
                 }
             }
             FromRoot::NoSuchVersion {
@@ -59,53 +52,28 @@ impl Driver {
                 asked,
                 known,
             } => {
-                let who = self.workers.get(&worker).map(|worker| worker.who);
-                if let Some(who) = who.filter(|who| self.waits_for(*who, question)) {
-                    self.is_answered(who, question);
+                if let Some(who) = self.members.asker(worker, question) {
+                    self.members.close_question(who, question);
                     let asked = (usize::from(model), asked);
                     self.relay.no_such_version(who, question, asked, known);
                 }
             }
-            FromRoot::TurnAway {
-                worker,
-                instance,
-                reason,
-            } => self
-                .relay
-                .turn_away(WorkerInstance { worker, instance }, &reason),
-            FromRoot::Parent { agent, address } => {
-                let address = match address {
-                    None => Some(self.root),
-                    Some(address) => address.parse().ok(),
-                };
-                let parent = match address {
-                    None => Err("its address cannot be read".into()),
-                    // The secret belongs to the sender, so it goes only to addresses that the
-                    // settings allow.
-                    Some(address) => match self.options.access.may_dial_with_secret(address) {
-                        Ok(()) => Ok(Parent { agent, address }),
-                        Err(error) => Err(error.to_string()),
-                    },
-                };
-                match parent {
-                    Ok(parent) => self.follow(parent),
-                    Err(reason) => self.send(&ToRoot::ParentLost {
-                        parent: agent,
-                        reason,
-                    }),
-                }
-            }
-            FromRoot::Scrub { model, version } => self.scrub(Item {
-                model: model.into(),
-                version,
-            }),
-            FromRoot::Spoiled { model, version } => {
-                let why = format!("the digest of {version} is another");
-                self.start_anew(model.into(), &why);
+            FromRoot::TurnAway { who, reason } => self.relay.turn_away(who, &reason),
+            FromRoot::Parent { agent, address } => match self.parent(agent, address.as_deref()) {
+                Ok(parent) => self.follow(parent),
+                Err(reason) => self.send(&ToRoot::ParentLost {
+                    parent: agent,
+                    reason,
+                }),
+            },
+            FromRoot::Scrub { item } => self.scrub(item),
+            FromRoot::Spoiled { item } => {
+                let reason = format!("the digest of {} is another", item.version);
+                self.drop_model(item.model, &reason);
             }
             FromRoot::Goodbye => self.closes = Some(Instant::now() + LINGER),
             // These belong to the join.
-            FromRoot::Welcome { .. }
+            FromRoot::Welcome(_)
             | FromRoot::Model { .. }
             | FromRoot::Part { .. }
             | FromRoot::Refused { .. }
@@ -113,62 +81,18 @@ impl Driver {
         }
     }
 
-    /// Admits a worker that the sender has accepted.
-    fn admit(&mut self, ticket: u64) {
-        if let Some(who) = self.rejoining.remove(&ticket) {
-            self.ask_again(who);
-            self.end_link_before();
-        }
-        let Some(joining) = self.joining.remove(&ticket) else {
-            return;
+    /// The parent that the sender has named, if this agent may fetch there.
+    fn parent(&self, agent: u64, address: Option<&str>) -> Result<Parent, String> {
+        let address = match address {
+            None => self.root,
+            Some(address) => {
+                let parsed = address.parse();
+                parsed.map_err(|_| "its address cannot be read".to_owned())?
+            }
         };
-        let who = joining.who;
-        if self.relay.admit(joining.ticket).is_err() {
-            self.send(&ToRoot::Gone {
-                worker: who.worker,
-                instance: who.instance,
-                died: false,
-            });
-            return;
-        }
-        let delivery = joining.delivery;
-        let worker = Worker {
-            who,
-            joining,
-            asks: None,
-        };
-        self.workers.insert(who.worker, worker);
-        self.step([Input::Joined { who, delivery }]);
-    }
-
-    /// The fetches that go on at the sender when it names another parent: those of sets to finish.
-    /// The new parent may not have these versions, and the sender keeps them only while somebody
-    /// fetches them.
-    fn goes_on_at_the_sender(&mut self, next: Parent) -> Vec<Input> {
-        let plan = &self.plan;
-        let fetching = self
-            .fetching
-            .iter_mut()
-            .filter(|(item, one)| one.parent.agent == 0 && next.agent != 0 && plan.is_first(item));
-        let inputs = fetching.map(|(item, one)| {
-            one.instead = true;
-            Input::FromSender { item: *item }
-        });
-        inputs.collect()
-    }
-
-    /// Fetches from another parent from here on.
-    fn follow(&mut self, parent: Parent) {
-        if self.parent == Some(parent) && !self.fetching.is_empty() {
-            return;
-        }
-        let mut inputs = self.goes_on_at_the_sender(parent);
-        self.leave_parent();
-        self.parent = Some(parent);
-        // A pending complaint is about an earlier parent, so the sender would ignore it; and the
-        // next failure must be reported.
-        self.complain = None;
-        inputs.extend([Input::NoParent, Input::Parent]);
-        self.step(inputs);
+        // The secret belongs to the sender, so it goes only to addresses that the settings allow.
+        let may_dial = self.options.access.may_dial_with_secret(address);
+        may_dial.map_err(|error| error.to_string())?;
+        Ok(Parent { agent, address })
     }
 }

@@ -7,8 +7,7 @@ use tokio::time::Instant;
 use weightsync_engine::transport::SILENT_SENDER;
 use weightsync_mem::Ending;
 
-use super::convert::join_message;
-use super::{Driver, Event, Joining};
+use super::{Driver, Event};
 use crate::bulk::Connections;
 use crate::link::LinkEnd;
 use crate::relay::join::{Before, dial, greet};
@@ -38,7 +37,7 @@ impl Driver {
                 () = stop(inbox, &mut meanwhile) => return Some(Ending::Moved),
             };
             for event in meanwhile {
-                self.defer(event);
+                self.handle_unlinked(event);
             }
             match again {
                 Ok(()) => return None,
@@ -60,7 +59,7 @@ impl Driver {
                 tokio::select! {
                     event = inbox.recv() => match event {
                         Some(Event::Stop) | None => return Some(Ending::Moved),
-                        Some(event) => self.defer(event),
+                        Some(event) => self.handle_unlinked(event),
                     },
                     () = tokio::time::sleep_until(until) => break,
                 }
@@ -68,15 +67,10 @@ impl Driver {
         }
     }
 
-    /// Handles an event while there is no link.
-    fn defer(&mut self, event: Event) {
-        match event {
-            Event::Near(events) => self.on_local(events),
-            Event::Fetched(fetched) => self.fetched(fetched),
-            Event::Served(served) => self.served(served),
-            Event::Scrubbed { item, digest } => self.scrubbed(item, digest),
-            // Events of a link that has ended.
-            Event::Root { .. } | Event::Stop => {}
+    /// Handles an event while there is no link: messages are those of a link that has ended.
+    fn handle_unlinked(&mut self, event: Event) {
+        if !matches!(event, Event::Root { .. }) {
+            self.handle(event);
         }
     }
 
@@ -100,13 +94,13 @@ impl Driver {
         };
         let before = Before {
             run: Some(self.run),
-            holds: self.whole.keys().copied().collect(),
+            holds: self.fetches.whole.keys().copied().collect(),
         };
         let number = self.links + 1;
         let events = self.events.clone();
-        let bulk = (self.bulk, before);
+        let bulk = (self.serves.map(|serves| serves.port()), before);
         let greeted = greet(socket, &self.options, bulk, number, &events).await;
-        let (link, welcome) = match greeted {
+        let (link, welcome, _) = match greeted {
             Ok(greeted) => greeted,
             Err(StartError::Unreachable(..)) => return Err(ReconnectError::Unreachable),
             Err(_) => return Err(ReconnectError::Died),
@@ -126,38 +120,13 @@ impl Driver {
             welcome.verify.then_some(root),
         );
         self.connections = Arc::new(connections);
-        self.come_back();
+        self.join_again();
         Ok(())
-    }
-
-    /// Tells the sender again which workers are here.
-    fn come_back(&mut self) {
-        self.rejoining.clear();
-        let workers: Vec<Joining> = self
-            .workers
-            .values()
-            .map(|worker| worker.joining.clone())
-            .collect();
-        for joining in workers {
-            self.tickets += 1;
-            let ticket = self.tickets;
-            self.rejoining.insert(ticket, joining.who);
-            self.send(&join_message(ticket, &joining));
-        }
-        // The sender has not heard of these workers on this link, and some may have joined by
-        // another route.
-        self.take_those_who_gave_up();
-        for (ticket, joining) in self.joining.clone() {
-            self.send(&join_message(ticket, &joining));
-        }
-        // The sender also needs to know how far each of them is.
-        self.relay.report_again();
-        self.end_link_before();
     }
 
     /// Ends the link before, once the sender knows the workers on this one.
     pub(super) fn end_link_before(&mut self) {
-        if self.rejoining.is_empty() {
+        if self.members.all_rejoined() {
             self.before = None;
         }
     }

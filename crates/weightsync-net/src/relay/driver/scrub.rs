@@ -23,17 +23,13 @@ impl Driver {
     /// A digest was computed; `None` if that was given up.
     pub(super) fn scrubbed(&mut self, item: Item, digest: Option<Digest>) {
         self.scrubs.pop_front();
-        self.send(&ToRoot::Scrubbed {
-            model: item.model as u8,
-            version: item.version,
-            digest,
-        });
+        self.send(&ToRoot::Scrubbed { item, digest });
         self.next_scrub();
     }
 
     fn next_scrub(&mut self) {
         while let Some(item) = self.scrubs.front().copied() {
-            if let Some(snapshot) = self.whole.get(&item).cloned() {
+            if let Some(snapshot) = self.fetches.whole.get(&item).cloned() {
                 let (events, threads) = (self.events.clone(), self.threads.clone());
                 let work = move || {
                     let digest = snapshot.digest_unless(|| threads.is_stopped());
@@ -48,19 +44,16 @@ impl Driver {
                 }
             }
             self.scrubs.pop_front();
-            self.send(&ToRoot::Scrubbed {
-                model: item.model as u8,
-                version: item.version,
-                digest: None,
-            });
+            let digest = None;
+            self.send(&ToRoot::Scrubbed { item, digest });
         }
     }
 
     /// Drops a model whose bytes differ from the published ones, and fetches it again.
-    pub(super) fn start_anew(&mut self, model: usize, why: &dyn fmt::Display) {
+    pub(super) fn drop_model(&mut self, model: usize, reason: &dyn fmt::Display) {
         tracing::error!(
             "what is here of model {model} is damaged, so the relay drops it and fetches the next \
-             version whole: {why}"
+             version whole: {reason}"
         );
         // Versions still in slots, and their deltas, may come from the wrong bytes too.
         self.store.deltas().forget(model);

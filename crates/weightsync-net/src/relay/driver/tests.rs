@@ -8,9 +8,12 @@ use weightsync_mem::ModelSpec;
 
 use super::*;
 use crate::access::Access;
+use crate::bulk::{FetchEnd, Parent, Transferred};
 use crate::link::SUSPECT;
 use crate::link::stream::AsyncStream;
+use crate::relay::plan::Input;
 use crate::relay::{AgentAddress, runtime};
+use crate::wire::message::Welcome;
 
 const SECRET: [u8; 16] = [3; 16];
 
@@ -57,15 +60,19 @@ async fn driver(name: &str) -> Around {
     let joined = Joined {
         link: Link::start(AsyncStream::plain(socket.unwrap()), &events, root),
         root: address,
-        run: Run {
-            epoch: Epoch(1),
-            id: [7; 16],
+        welcome: Welcome {
+            run: Run {
+                epoch: Epoch(1),
+                id: [7; 16],
+            },
+            agent: 1,
+            address: address.to_string(),
+            models: 1,
+            slots: 3,
+            max_slots: 3,
+            pid: 1,
+            verify: false,
         },
-        agent: 1,
-        address: address.to_string(),
-        slots: 3,
-        pid: 1,
-        verify: false,
         models: vec![ModelSpec {
             layout: Layout::new([("w".to_owned(), Dtype::U8, vec![8])]).unwrap(),
             note: Vec::new(),
@@ -75,7 +82,7 @@ async fn driver(name: &str) -> Around {
     let near = Listener::at(&name).unwrap();
     let credentials = Credentials::plain(&SECRET);
     let mut driver = Driver::start(&options, credentials, joined, near, events.clone()).unwrap();
-    driver.parent = Some(Parent { agent: 2, address });
+    driver.fetches.parent = Some(Parent { agent: 2, address });
     Around {
         driver,
         events,
@@ -135,7 +142,7 @@ fn driver_checks_for_room_under_constant_messages() {
         driver.plan.step([Input::Parent, Input::Wanted { item }]);
         driver.plan.step([Input::NoRoom { item }]);
         assert!(driver.plan.waits_for_room());
-        driver.room = Instant::now() + ROOM;
+        driver.fetches.room = Instant::now() + Duration::from_millis(20);
         let runs = tokio::spawn(driver.run(inbox));
         // Until it has ended.
         let talks = std::thread::spawn({
@@ -170,21 +177,21 @@ fn verdict_on_a_parent_is_not_applied_to_the_next() {
         // The parent does not have it: it comes from the sender in its stead.
         let sender = false;
         driver.step([Input::NotThere { item, sender }]);
-        assert!(driver.fetching[&item].instead);
-        driver.complain = Some((Instant::now() + longest(), 2, "it broke off".into()));
+        assert!(driver.fetches.under_way[&item].instead);
+        driver.fetches.complaint = Some((Instant::now() + longest(), 2, "it broke off".into()));
         driver.on_message(FromRoot::Parent {
             agent: 3,
             address: Some(address.to_string()),
         });
-        assert_eq!(driver.parent.map(|parent| parent.agent), Some(3));
+        assert_eq!(driver.fetches.parent.map(|parent| parent.agent), Some(3));
         driver.fetched(Fetched {
-            number: driver.fetching[&item].number,
+            number: driver.fetches.under_way[&item].number,
             item,
             parent: 0,
             end: FetchEnd::Broken(std::io::Error::other("cut")),
-            came: Transferred::default(),
+            transferred: Transferred::default(),
         });
-        let complains = driver.complain.as_ref().map(|(_, of, _)| *of);
+        let complains = driver.fetches.complaint.as_ref().map(|(_, of, _)| *of);
         assert_eq!(complains, Some(0));
         assert!(events.send(Event::Stop).await.is_ok());
         driver.run(inbox).await;
@@ -201,16 +208,16 @@ fn rest_of_a_version_comes_from_the_same_parent() {
             address: Some(around.address.to_string()),
         });
         driver.step([Input::Wanted { item }]);
-        let number = driver.fetching[&item].number;
+        let number = driver.fetches.under_way[&item].number;
         driver.fetched(Fetched {
             number,
             item,
             parent: 3,
             end: FetchEnd::Partly,
-            came: Transferred::default(),
+            transferred: Transferred::default(),
         });
-        assert!(driver.complain.is_none());
-        let next = &driver.fetching[&item];
+        assert!(driver.fetches.complaint.is_none());
+        let next = &driver.fetches.under_way[&item];
         assert!(next.number > number && next.parent.agent == 3);
         assert!(around.events.send(Event::Stop).await.is_ok());
         around.driver.run(around.inbox).await;

@@ -17,7 +17,7 @@ impl Coordinator {
     }
 
     fn fill_status(&self, status: &mut SenderStatus) {
-        status.address.clone_from(&self.settings.address);
+        status.address.clone_from(&self.settings.welcome.address);
         status.served = self.settings.served.load(Ordering::Relaxed);
         status.workers = self.remote_readers.roster();
         for (index, model) in status.models.iter_mut().enumerate() {
@@ -29,20 +29,20 @@ impl Coordinator {
             model.changed = changes.map(|changes| changes.share());
             model.delta_bytes = changes.map(|changes| changes.bytes);
         }
-        let relays = self.topology.parents().filter_map(|(agent, parent)| {
-            let one = self.agents.get(&agent)?;
-            let known = one.known.as_ref()?;
+        let relays = self.plan.topology.parents().filter_map(|(agent, parent)| {
+            let one = self.plan.agents.get(&agent)?;
+            let known = one.introduced.as_ref()?;
             let holds = known.holds.iter();
             Some(RelayStatus {
                 agent,
-                serves: self.topology.serves(agent),
+                serves: self.plan.topology.serves(agent),
                 parent: parent.unwrap_or(0),
                 name: known.name.clone(),
                 address: one.from.ip().to_string(),
                 pid: known.process.pid,
                 received: one.received,
                 altered_for: one.altered_for.len(),
-                bytes_per_second: self.topology.speed(agent),
+                bytes_per_second: self.plan.topology.speed(agent),
                 holds: holds.map(|item| (item.model as u8, item.version)).collect(),
             })
         });

@@ -19,14 +19,15 @@ use crate::link::Credentials;
 use crate::link::stream::AsyncStream;
 use crate::link::{self, Link, LinkEnd};
 use crate::relay::{Item, runtime};
-use crate::root::answer;
+use crate::root::listening::answer;
 use crate::scheme::Distributed;
 use crate::status;
 use crate::tls::Peer;
 use crate::wire::frame::BLOCK;
 use crate::wire::hello::Role;
 use crate::wire::message::{
-    BlockRange, Delivery, FromRoot, Message, RefusalRemedy, ToParent, ToRoot, Wanted,
+    BlockRange, Delivery, FromRoot, Message, RefusalRemedy, ToParent, ToRoot, Wanted, Welcome,
+    WorkerInstance, WorkerJoin,
 };
 
 fn sender() -> (Sender, InitInfo) {
@@ -109,11 +110,24 @@ impl Fake {
     }
 }
 
+fn life(instance: u64) -> WorkerInstance {
+    WorkerInstance {
+        worker: WorkerId(7),
+        instance,
+    }
+}
+
+fn item(version: u64) -> Item {
+    Item {
+        model: 0,
+        version: Version(version),
+    }
+}
+
 /// A transfer of so many MiB in ten seconds.
 fn received(parent: u64, mib: u64) -> ToRoot {
     ToRoot::Received {
-        model: 0,
-        version: Version(1),
+        item: item(1),
         parent,
         bytes: mib << 20,
         micros: 10_000_000,
@@ -133,16 +147,15 @@ fn agent(seen: Epoch) -> ToRoot {
 }
 
 fn join(instance: u64) -> ToRoot {
-    ToRoot::Join {
+    ToRoot::Join(WorkerJoin {
         ticket: instance,
-        worker: WorkerId(7),
-        instance,
+        who: life(instance),
         pid: 2,
         models: u64::MAX,
         delivery: Delivery::Newest,
         device: String::new(),
         seen: Epoch(0),
-    }
+    })
 }
 
 fn run(test: impl Future<Output = ()>) {
@@ -233,8 +246,7 @@ fn restarted_worker_waits_for_the_agent_that_finds_it() {
         by.receive_until(joined).await;
         next.send_join(101);
         by.link.send(&ToRoot::Gone {
-            worker: WorkerId(7),
-            instance: 100,
+            who: life(100),
             died: false,
         });
         let denied = |word: &FromRoot| matches!(word, FromRoot::Denied { .. });
@@ -296,8 +308,7 @@ fn worker_with_a_number_in_use_is_refused() {
         assert!(reason.contains("already connected"), "{reason}");
         // The first worker was found alive at no cost to it.
         first.link.send(&ToRoot::Gone {
-            worker: WorkerId(7),
-            instance: 100,
+            who: life(100),
             died: false,
         });
         second.send_join(102);
@@ -313,10 +324,6 @@ fn new_worker_begins_with_versions_of_its_agent() {
     let mut weights = Tensors::new();
     let values = vec![2.0_f32; 256];
     weights.insert("layer.weight", [16, 16], values).unwrap();
-    let item = |version| Item {
-        model: 0,
-        version: Version(version),
-    };
     let notified = |version| move |word: &FromRoot| matches!(word, FromRoot::Notify { set, .. } if *set == [item(version)]);
     run(async {
         let mut fake = Fake::dial(&info).await;
@@ -325,8 +332,7 @@ fn new_worker_begins_with_versions_of_its_agent() {
         fake.receive_until(notified(1)).await;
         // The worker died before that arrived.
         fake.link.send(&ToRoot::Gone {
-            worker: WorkerId(7),
-            instance: 100,
+            who: life(100),
             died: true,
         });
         let sent = sender.send_async(&weights, &SendOptions::new());
@@ -360,8 +366,7 @@ fn new_worker_begins_with_versions_of_its_agent() {
             assert!(older < sequence);
             assert_eq!(workers, [WorkerId(7)]);
             fake.link.send(&ToRoot::Gone {
-                worker: WorkerId(7),
-                instance,
+                who: life(instance),
                 died: false,
             });
             fake.link.send(&ToRoot::Holds {
@@ -389,7 +394,8 @@ fn a_transfer_counts_for_the_link_that_it_came_by() {
         let [first, second] = &mut agents[..] else {
             unreachable!()
         };
-        let FromRoot::Welcome { agent: parent, .. } = first.on_message().await.unwrap() else {
+        let FromRoot::Welcome(Welcome { agent: parent, .. }) = first.on_message().await.unwrap()
+        else {
             panic!("it is not welcome")
         };
         let notified = |by| move |word: &FromRoot| matches!(word, FromRoot::Parent { agent, .. } if *agent == by);
@@ -423,7 +429,7 @@ fn agent_accuses_its_own_parent_alone() {
             }
             fake.link.send(&words);
             // One after the other: their order is that of the chain.
-            let FromRoot::Welcome { agent, .. } = fake.on_message().await.unwrap() else {
+            let FromRoot::Welcome(Welcome { agent, .. }) = fake.on_message().await.unwrap() else {
                 panic!("it is not welcome")
             };
             agents.push((agent, fake));
@@ -434,8 +440,7 @@ fn agent_accuses_its_own_parent_alone() {
         let (first, second, third) = (*first, *second, *third);
         let altered = |parent| ToRoot::Altered {
             parent,
-            model: 0,
-            version: Version(1),
+            item: item(1),
             block: 0,
         };
         // Neither the sender, nor another's parent, nor itself, nor nobody.
@@ -463,8 +468,7 @@ fn received_bytes_may_be_any_number() {
         fake.send_agent(Epoch(0));
         for micros in [1, 0, u64::MAX] {
             fake.link.send(&ToRoot::Received {
-                model: 0,
-                version: Version(1),
+                item: item(1),
                 parent: 0,
                 bytes: u64::MAX,
                 micros,
@@ -577,7 +581,7 @@ fn stalled_children_hold_no_slot_of_the_trainer() {
     run(async {
         let mut fake = Fake::dial(&info).await;
         fake.send_agent(Epoch(0));
-        let FromRoot::Welcome { run, .. } = fake.on_message().await.unwrap() else {
+        let FromRoot::Welcome(Welcome { run, .. }) = fake.on_message().await.unwrap() else {
             panic!("it is not welcome")
         };
         let mut children = Vec::new();

@@ -283,7 +283,7 @@ fn host_that_does_not_serve_has_no_children() {
     chain.join(4, address(4));
     assert_eq!(parents(&chain), [(2, 0), (4, 2), (1, 0), (3, 0)]);
     // The agent asks again, or leaves; no other agent moves.
-    let [again] = chain.lost(3, 0, failed(SECOND))[..] else {
+    let [again] = chain.leave_parent(3, 0, failed(SECOND))[..] else {
         panic!("it waits for ever");
     };
     assert_eq!((again.agent, again.parent), (3, 0));
@@ -362,21 +362,21 @@ fn event_that_moves_nobody_assigns_nobody() {
 #[test]
 fn unreachable_parent_is_not_assigned_again_at_once() {
     let mut chain = with(1, 1..=3);
-    let changed = chain.lost(3, 2, failed(SECOND));
+    let changed = chain.leave_parent(3, 2, failed(SECOND));
     assert_eq!(parents(&chain), [(1, 0), (2, 1), (3, 0)]);
     assert_eq!(changed[0].parent, 0);
     // The sender itself is told again.
-    assert_eq!(chain.lost(3, 0, failed(SECOND)).len(), 1);
+    assert_eq!(chain.leave_parent(3, 0, failed(SECOND)).len(), 1);
     // A report about an earlier parent changes nothing.
-    assert_eq!(chain.lost(3, 2, failed(SECOND)), []);
+    assert_eq!(chain.leave_parent(3, 2, failed(SECOND)), []);
     // An agent with another parent that lost the sender in its place gets its parent again.
-    let [again] = chain.lost(2, 0, failed(SECOND))[..] else {
+    let [again] = chain.leave_parent(2, 0, failed(SECOND))[..] else {
         panic!("it waits for ever");
     };
     assert_eq!((again.agent, again.parent), (2, 1));
     assert_eq!(again.address, address(1).map(|endpoint| endpoint.address));
     // An agent that has left meanwhile is assigned nothing.
-    assert_eq!(chain.lost(9, 0, failed(SECOND)), []);
+    assert_eq!(chain.leave_parent(9, 0, failed(SECOND)), []);
 }
 
 #[test]
@@ -397,12 +397,12 @@ fn unreachable_parent_is_retried_with_backoff() {
     for (avoided, well) in cases {
         assert_eq!(parents(&chain), [(1, 0), (2, 1)]);
         assert_eq!(chain.due(), None);
-        chain.lost(2, 1, failed(now));
+        chain.leave_parent(2, 1, failed(now));
         let due = now + avoided * SECOND;
         assert_eq!(chain.due(), Some(due));
-        assert_eq!(chain.again(due - Duration::from_millis(1)), []);
+        assert_eq!(chain.retry_avoided(due - Duration::from_millis(1)), []);
         assert_eq!(parents(&chain), [(1, 0), (2, 0)]);
-        let [again] = chain.again(due)[..] else {
+        let [again] = chain.retry_avoided(due)[..] else {
             panic!("it is not given again")
         };
         assert_eq!((again.agent, again.parent), (2, 1));
@@ -414,14 +414,14 @@ fn unreachable_parent_is_retried_with_backoff() {
 fn parent_that_altered_a_block_is_never_given_again() {
     let mut chain = with(1, 1..=3);
     // It was avoided for a while before, and fails again later.
-    chain.lost(3, 2, failed(SECOND));
-    chain.again(100 * SECOND);
+    chain.leave_parent(3, 2, failed(SECOND));
+    chain.retry_avoided(100 * SECOND);
     assert_eq!(parents(&chain), [(1, 0), (2, 1), (3, 2)]);
-    chain.lost(3, 2, LeftParent::Altered);
+    chain.leave_parent(3, 2, LeftParent::Altered);
     assert_eq!(parents(&chain), [(1, 0), (2, 1), (3, 0)]);
     assert_eq!(chain.due(), None);
-    assert_eq!(chain.again(Duration::MAX), []);
-    chain.lost(3, 0, failed(SECOND));
+    assert_eq!(chain.retry_avoided(Duration::MAX), []);
+    chain.leave_parent(3, 0, failed(SECOND));
     assert_eq!(parents(&chain), [(1, 0), (2, 1), (3, 0)]);
     // What one agent says takes the relay from no other.
     chain.join(4, address(4));
@@ -432,13 +432,13 @@ fn parent_that_altered_a_block_is_never_given_again() {
 #[test]
 fn returned_parent_is_assigned_at_once() {
     let mut chain = with(1, 1..=2);
-    chain.lost(2, 1, failed(SECOND));
+    chain.leave_parent(2, 1, failed(SECOND));
     chain.leave(1);
     chain.join(3, address(3));
     assert_eq!(chain.due(), None);
     assert_eq!(parents(&chain), [(2, 0), (3, 2)]);
     // Were it the other way round, it would be the same: it has another number.
-    chain.lost(3, 2, failed(SECOND));
+    chain.leave_parent(3, 2, failed(SECOND));
     chain.leave(2);
     chain.join(4, address(4));
     assert_eq!(parents(&chain), [(3, 0), (4, 3)]);
@@ -476,9 +476,9 @@ fn there_is_never_a_circle() {
                         0 => LeftParent::Altered,
                         _ => failed(now),
                     };
-                    topology.lost(agent, parent, why);
+                    topology.leave_parent(agent, parent, why);
                 }
-                4 => drop(topology.again(now)),
+                4 => drop(topology.retry_avoided(now)),
                 _ if !there.is_empty() => {
                     let agent = there[random(there.len() as u64) as usize];
                     let parent = topology.agents[&agent].parent.unwrap();

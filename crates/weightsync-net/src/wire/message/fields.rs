@@ -3,7 +3,8 @@
 
 use serde::de::{Deserialize, Deserializer};
 use serde::ser::{Error, Serialize, Serializer};
-use weightsync_core::Version;
+use weightsync_core::{Version, WorkerId};
+use weightsync_mem::WorkerInstance;
 
 use super::{Delivery, Item, MAX_DEVICE, MAX_TEXT, Want};
 
@@ -14,6 +15,14 @@ pub(super) enum WireDelivery {
     Newest,
     Every { bound: u8 },
     Asked,
+}
+
+/// A [`WorkerInstance`]. The order of the fields is part of the format.
+#[derive(serde::Serialize, serde::Deserialize)]
+#[serde(remote = "WorkerInstance")]
+pub(super) struct WireInstance {
+    worker: WorkerId,
+    instance: u64,
 }
 
 /// A [`Want`]. The order of the variants is part of the format.

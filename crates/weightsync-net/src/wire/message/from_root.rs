@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Epoch, Run, Version, WorkerId};
+use weightsync_mem::WorkerInstance;
 
 use super::super::frame::{Kind, MAX_MODELS};
 use super::check::{
@@ -18,26 +19,7 @@ use crate::relay::Item;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromRoot {
     /// The sender accepts the agent.
-    Welcome {
-        /// The run of the sender.
-        run: Run,
-        /// The agent's number in this run, from 1.
-        agent: u64,
-        /// The sender's name for itself; 1 to [`MAX_ADDRESS`] bytes.
-        address: String,
-        /// How many models the sender has, 1 to [`MAX_MODELS`]; a [`FromRoot::Model`] follows for
-        /// each.
-        models: u8,
-        /// How many slots each model has at first, from 1.
-        slots: u8,
-        /// How many slots a model may grow to, `slots` to [`MAX_SLOTS`].
-        max_slots: u8,
-        /// The sender's process.
-        pid: u32,
-        /// Whether a block that comes of a relay is compared with the sender's digest of it
-        /// ([`ToParent::Digests`](super::ToParent::Digests)).
-        verify: bool,
-    },
+    Welcome(Welcome),
     /// One model. The [`FromRoot::Part`]s with its layout and note follow: see [`model_messages`](super::model_messages)
     /// and [`ModelAssembler`].
     Model {
@@ -111,9 +93,8 @@ pub enum FromRoot {
     /// The sender has turned a worker away: it gets no more sets.
     TurnAway {
         /// The worker.
-        worker: WorkerId,
-        /// The instance of the worker.
-        instance: u64,
+        #[serde(with = "fields::WireInstance")]
+        who: WorkerInstance,
         /// The reason; cut to [`MAX_TEXT`].
         #[serde(serialize_with = "fields::text")]
         reason: String,
@@ -132,19 +113,38 @@ pub enum FromRoot {
     Goodbye,
     /// Asks for the digest of a version that the agent holds: [`ToRoot::Scrubbed`](super::ToRoot::Scrubbed).
     Scrub {
-        /// The model's index.
-        model: u8,
         /// The version.
-        version: Version,
+        item: Item,
     },
     /// The agent's bytes of a version differ from the published ones: it must not use them as a
     /// base or pass them on.
     Spoiled {
-        /// The model's index.
-        model: u8,
         /// The version.
-        version: Version,
+        item: Item,
     },
+}
+
+/// What a sender tells an agent that it accepts. The order of fields is part of the format.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Welcome {
+    /// The run of the sender.
+    pub run: Run,
+    /// The agent's number in this run, from 1.
+    pub agent: u64,
+    /// The sender's name for itself; 1 to [`MAX_ADDRESS`] bytes.
+    pub address: String,
+    /// How many models the sender has, 1 to [`MAX_MODELS`]; a [`FromRoot::Model`] follows for
+    /// each.
+    pub models: u8,
+    /// How many slots each model has at first, from 1.
+    pub slots: u8,
+    /// How many slots a model may grow to, `slots` to [`MAX_SLOTS`].
+    pub max_slots: u8,
+    /// The sender's process.
+    pub pid: u32,
+    /// Whether a block that comes of a relay is compared with the sender's digest of it
+    /// ([`ToParent::Digests`](super::ToParent::Digests)).
+    pub verify: bool,
 }
 
 /// What a refused agent should do. The order of variants and fields is part of the format.
@@ -170,14 +170,14 @@ impl Message for FromRoot {
 impl Check for FromRoot {
     fn check(&self, text: CheckText) -> Result<(), MessageError> {
         match self {
-            Self::Welcome {
+            Self::Welcome(Welcome {
                 agent,
                 address,
                 models,
                 slots,
                 max_slots,
                 ..
-            } => {
+            }) => {
                 require(*agent != 0, "an agent from 1", || "0".into())?;
                 check_address(address)?;
                 require((1..=MAX_MODELS).contains(models), "1 to 64 models", || {
@@ -207,9 +207,7 @@ impl Check for FromRoot {
                 within("versions that there are", known.len(), MAX_KNOWN)?;
                 known.iter().try_for_each(|version| check_version(*version))
             }
-            &Self::Scrub { model, version } | &Self::Spoiled { model, version } => {
-                check_item(model, version)
-            }
+            Self::Scrub { item } | Self::Spoiled { item } => check_item(item.model, item.version),
             Self::Parent { address, .. } => address.as_deref().map_or(Ok(()), check_address),
             Self::Refused { reason, .. }
             | Self::Denied { reason, .. }

@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::digest::Digest;
-use weightsync_core::{Epoch, Run, Version, WorkerId};
-use weightsync_mem::{Delivery, Want};
+use weightsync_core::{Epoch, Run};
+use weightsync_mem::{Delivery, Want, WorkerInstance};
 
 use super::super::frame::{Kind, MAX_FRAME};
 use super::check::{
@@ -16,7 +16,7 @@ use crate::relay::Item;
 /// A message from an agent to its sender, about itself and the workers of its host. The order of
 /// variants and fields is part of the format.
 ///
-/// Each life of a worker has its own `instance`, so that a late message about an earlier life is
+/// Each life of a worker has its own instance, so that a late message about an earlier life is
 /// not taken for one about its successor.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToRoot {
@@ -39,26 +39,7 @@ pub enum ToRoot {
         run: Option<Run>,
     },
     /// A worker asks to be admitted.
-    Join {
-        /// Numbers the request: the reply names it.
-        ticket: u64,
-        /// The worker.
-        worker: WorkerId,
-        /// The instance of the worker.
-        instance: u64,
-        /// The worker's process, on its host.
-        pid: u32,
-        /// The models that the worker takes, a bit each, at least one; all ones for all models.
-        models: u64,
-        /// Which versions the worker gets.
-        #[serde(with = "fields::WireDelivery")]
-        delivery: Delivery,
-        /// Where the worker's weights live, for people to read; cut to [`MAX_DEVICE`].
-        #[serde(serialize_with = "fields::device")]
-        device: String,
-        /// The highest epoch that the worker has seen.
-        seen: Epoch,
-    },
+    Join(WorkerJoin),
     /// The progress of workers for which it has changed; at most [`MAX_PROGRESS`].
     Progress {
         /// The workers; see [`ToRoot::progress`].
@@ -67,18 +48,16 @@ pub enum ToRoot {
     /// A worker has gone.
     Gone {
         /// The worker.
-        worker: WorkerId,
-        /// The instance of the worker.
-        instance: u64,
+        #[serde(with = "fields::WireInstance")]
+        who: WorkerInstance,
         /// Whether the worker died; otherwise it left in order.
         died: bool,
     },
     /// A worker is alive, but can use no more versions.
     Unusable {
         /// The worker.
-        worker: WorkerId,
-        /// The instance of the worker.
-        instance: u64,
+        #[serde(with = "fields::WireInstance")]
+        who: WorkerInstance,
         /// The reason; cut to [`MAX_TEXT`].
         #[serde(serialize_with = "fields::text")]
         reason: String,
@@ -86,9 +65,8 @@ pub enum ToRoot {
     /// A worker asks for a version.
     Ask {
         /// The worker.
-        worker: WorkerId,
-        /// The instance of the worker.
-        instance: u64,
+        #[serde(with = "fields::WireInstance")]
+        who: WorkerInstance,
         /// Numbers the question: the answer names it.
         question: u64,
         /// The version that the worker wants.
@@ -98,9 +76,8 @@ pub enum ToRoot {
     /// A worker no longer waits for an answer.
     Withdraw {
         /// The worker.
-        worker: WorkerId,
-        /// The instance of the worker.
-        instance: u64,
+        #[serde(with = "fields::WireInstance")]
+        who: WorkerInstance,
     },
     /// Whole versions that the agent has gained and dropped.
     Holds {
@@ -111,10 +88,8 @@ pub enum ToRoot {
     },
     /// A transfer has ended.
     Received {
-        /// The model's index.
-        model: u8,
         /// The version.
-        version: Version,
+        item: Item,
         /// The agent it was fetched from; 0 for the sender itself.
         parent: u64,
         /// How many bytes were fetched.
@@ -132,10 +107,8 @@ pub enum ToRoot {
     },
     /// The parent does not have the version that was requested.
     Missing {
-        /// The model's index.
-        model: u8,
         /// The version.
-        version: Version,
+        item: Item,
     },
     /// A sign of life.
     Ping,
@@ -143,10 +116,8 @@ pub enum ToRoot {
     Goodbye,
     /// The answer to a [`FromRoot::Scrub`](super::FromRoot::Scrub).
     Scrubbed {
-        /// The model's index.
-        model: u8,
         /// The version.
-        version: Version,
+        item: Item,
         /// The digest of the agent's bytes; `None` if it no longer has the version.
         digest: Option<Digest>,
     },
@@ -154,13 +125,33 @@ pub enum ToRoot {
     Altered {
         /// The number of the parent.
         parent: u64,
-        /// The model's index.
-        model: u8,
         /// The version.
-        version: Version,
+        item: Item,
         /// The first block that is not the published one.
         block: u32,
     },
+}
+
+/// A worker's request for admission. The order of fields is part of the format.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkerJoin {
+    /// Numbers the request: the reply names it.
+    pub ticket: u64,
+    /// The worker.
+    #[serde(with = "fields::WireInstance")]
+    pub who: WorkerInstance,
+    /// The worker's process, on its host.
+    pub pid: u32,
+    /// The models that the worker takes, a bit each, at least one; all ones for all models.
+    pub models: u64,
+    /// Which versions the worker gets.
+    #[serde(with = "fields::WireDelivery")]
+    pub delivery: Delivery,
+    /// Where the worker's weights live, for people to read; cut to [`MAX_DEVICE`].
+    #[serde(serialize_with = "fields::device")]
+    pub device: String,
+    /// The highest epoch that the worker has seen.
+    pub seen: Epoch,
 }
 
 /// The progress of one worker. Sequences are those of [`FromRoot::Notify`](super::FromRoot::Notify) and
@@ -168,9 +159,8 @@ pub enum ToRoot {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerProgress {
     /// The worker.
-    pub worker: WorkerId,
-    /// The instance of the worker.
-    pub instance: u64,
+    #[serde(with = "fields::WireInstance")]
+    pub who: WorkerInstance,
     /// The newest sequence that the worker has taken: its slots are pinned.
     pub taken: u64,
     /// The last question whose answer the worker no longer needs.
@@ -235,15 +225,10 @@ impl Check for ToRoot {
                 require(*bulk != Some(0), "a port from 1", || "0".into())?;
                 check_items("versions an agent has", holds, MAX_HELD)
             }
-            Self::Join {
-                models,
-                delivery,
-                device,
-                ..
-            } => {
-                text(device, MAX_DEVICE)?;
-                require(*models != 0, "at least one model", || "none".into())?;
-                check_delivery(*delivery)
+            Self::Join(join) => {
+                text(&join.device, MAX_DEVICE)?;
+                require(join.models != 0, "at least one model", || "none".into())?;
+                check_delivery(join.delivery)
             }
             Self::Progress { workers } => {
                 within("workers in one message", workers.len(), MAX_PROGRESS)?;
@@ -258,10 +243,10 @@ impl Check for ToRoot {
                 check_items("versions an agent has", have, MAX_HELD)?;
                 check_items("versions an agent has dropped", dropped, MAX_HELD)
             }
-            &Self::Received { model, version, .. }
-            | &Self::Missing { model, version }
-            | &Self::Altered { model, version, .. }
-            | &Self::Scrubbed { model, version, .. } => check_item(model, version),
+            Self::Received { item, .. }
+            | Self::Missing { item }
+            | Self::Altered { item, .. }
+            | Self::Scrubbed { item, .. } => check_item(item.model, item.version),
             Self::Unusable { reason, .. } | Self::ParentLost { reason, .. } => {
                 text(reason, MAX_TEXT)
             }

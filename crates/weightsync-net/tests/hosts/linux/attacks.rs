@@ -13,7 +13,7 @@ use weightsync_net::status;
 use weightsync_net::wire::frame::{self, HEADER_BYTES, Header, Kind};
 use weightsync_net::wire::hello::{Client, HELLO_BYTES, Next, Protocols, Role as LinkRole};
 use weightsync_net::wire::message::{
-    BlockRange, FromRoot, Message, ToChild, ToParent, ToRoot, Wanted,
+    BlockRange, FromRoot, Message, ToChild, ToParent, ToRoot, Wanted, Welcome,
 };
 
 use super::roles::token;
@@ -213,7 +213,7 @@ fn run_of(root: &str, dice: &mut Dice) -> Result<Run, Box<dyn std::error::Error>
     socket.write_all(&agent.frame()?)?;
     loop {
         let payload = read_frame(&mut socket, Kind::Control)?;
-        if let FromRoot::Welcome { run, .. } = FromRoot::decode(&payload)? {
+        if let FromRoot::Welcome(Welcome { run, .. }) = FromRoot::decode(&payload)? {
             return Ok(run);
         }
     }

@@ -13,7 +13,9 @@ use weightsync_core::Epoch;
 use weightsync_engine::{Receiver, ReceiverSetup, WorkerId};
 use weightsync_net::wire::frame::{HEADER_BYTES, Header, Kind};
 use weightsync_net::wire::hello::Role;
-use weightsync_net::wire::message::{Delivery, FromRoot, Item, Message, ToRoot, WorkerProgress};
+use weightsync_net::wire::message::{
+    Delivery, FromRoot, Item, Message, ToRoot, WorkerInstance, WorkerJoin, WorkerProgress,
+};
 
 use super::attacks;
 use super::messages::{Crowd, Notice, Simulated, emit};
@@ -128,16 +130,15 @@ impl Agent {
     /// Has its workers join, and says of each set that they run it.
     fn follow(mut self, workers: std::ops::Range<u32>, together: &AtomicU32) -> Outcome {
         for worker in workers {
-            self.send(&ToRoot::Join {
+            self.send(&ToRoot::Join(WorkerJoin {
                 ticket: worker.into(),
-                worker: WorkerId(worker),
-                instance: 1,
+                who: who(WorkerId(worker)),
                 pid: std::process::id(),
                 models: u64::MAX,
                 delivery: Delivery::Newest,
                 device: "cpu".into(),
                 seen: Epoch(0),
-            })?;
+            }))?;
         }
         loop {
             match self.receive()? {
@@ -198,10 +199,16 @@ impl Agent {
     }
 }
 
-fn loaded(worker: WorkerId, sequence: u64, set: &[Item]) -> WorkerProgress {
-    WorkerProgress {
+fn who(worker: WorkerId) -> WorkerInstance {
+    WorkerInstance {
         worker,
         instance: 1,
+    }
+}
+
+fn loaded(worker: WorkerId, sequence: u64, set: &[Item]) -> WorkerProgress {
+    WorkerProgress {
+        who: who(worker),
         taken: sequence,
         through: 0,
         loaded: sequence,

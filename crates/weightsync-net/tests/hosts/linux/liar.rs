@@ -144,7 +144,7 @@ pub(crate) fn lie(root: &str) -> Result<(), Box<dyn std::error::Error>> {
     loop {
         let payload = read_frame(&mut link, Kind::Control)?;
         match FromRoot::decode(&payload)? {
-            FromRoot::Welcome { .. } => emit(&Notice::Joined),
+            FromRoot::Welcome(_) => emit(&Notice::Joined),
             FromRoot::Goodbye => return Ok(()),
             _ => {}
         }

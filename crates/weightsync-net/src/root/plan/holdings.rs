@@ -7,14 +7,14 @@ use crate::wire::message::MAX_SLOTS;
 
 /// The versions that one agent reports to hold.
 #[derive(Debug)]
-pub(super) struct Holdings {
+pub(crate) struct Holdings {
     models: usize,
     versions: BTreeSet<Item>,
 }
 
 impl Holdings {
     /// An agent that holds nothing of this many models.
-    pub(super) fn new(models: usize) -> Self {
+    pub(crate) fn new(models: usize) -> Self {
         Self {
             models,
             versions: BTreeSet::new(),
@@ -23,7 +23,7 @@ impl Holdings {
 
     /// Notes versions that the agent gained and dropped. False if the report is impossible: the
     /// model does not exist, or the versions exceed all of the agent's slots.
-    pub(super) fn change(&mut self, have: Vec<Item>, dropped: Vec<Item>) -> bool {
+    pub(crate) fn change(&mut self, have: Vec<Item>, dropped: Vec<Item>) -> bool {
         self.versions.extend(have);
         for item in dropped {
             self.versions.remove(&item);
@@ -33,11 +33,11 @@ impl Holdings {
             && self.versions.last().is_none_or(known)
     }
 
-    pub(super) fn has(&self, item: &Item) -> bool {
+    pub(crate) fn has(&self, item: &Item) -> bool {
         self.versions.contains(item)
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = Item> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Item> {
         self.versions.iter().copied()
     }
 }

@@ -1,0 +1,121 @@
+//! The sender's listener: agents, children that fetch, and clients that ask.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use tokio::io::AsyncWriteExt;
+use tokio::sync::{Semaphore, mpsc, oneshot};
+use weightsync_mem::RemoteReaders;
+
+use super::coordinator::Event;
+use crate::bulk::Serving;
+use crate::link;
+use crate::link::Credentials;
+use crate::link::listen::accept_all;
+use crate::link::stream::AsyncStream;
+use crate::status::NOT_YET;
+use crate::wire::hello::Role;
+use crate::wire::message::{Message, Status};
+
+/// The most agents.
+const MAX_AGENTS: usize = 16_384;
+
+/// How many status queries are answered at once; others wait for their turn.
+const ASKING: usize = 64;
+
+/// How many scrubs may wait at once.
+const SCRUBBING: usize = 4;
+
+/// How often a client that waits for a scrub is notified that the answer is still to come.
+const NOT_YET_EVERY: Duration = Duration::from_secs(1);
+
+/// A scrub that has no answer after this time is disconnected.
+const ANSWERED_WITHIN: Duration = Duration::from_secs(15 * 60);
+
+/// Accepts connections.
+pub(super) struct Listening {
+    pub(super) credentials: Credentials,
+    pub(super) events: mpsc::Sender<Event>,
+    pub(super) serving: Serving,
+    pub(super) remote_readers: RemoteReaders,
+    /// How many agents there are.
+    pub(super) agents: Arc<AtomicUsize>,
+}
+
+impl Listening {
+    pub(super) async fn accept(self, listener: tokio::net::TcpListener) {
+        let Self {
+            credentials,
+            events,
+            serving,
+            remote_readers,
+            agents,
+        } = self;
+        let asking = Arc::new(Semaphore::new(ASKING));
+        let scrubbing = Arc::new(Semaphore::new(SCRUBBING));
+        let busy = move || agents.load(Ordering::Relaxed) >= MAX_AGENTS;
+        let take = move |socket: AsyncStream, from: SocketAddr, role| match role {
+            Role::Control => {
+                let events = events.clone();
+                tokio::spawn(async move {
+                    let _ = events.send(Event::Connected { socket, from }).await;
+                });
+            }
+            Role::Bulk => drop(tokio::spawn(serving.clone().child(socket))),
+            Role::Status | Role::Scrub => {
+                let (event, turns): (fn(_) -> Event, _) = match role {
+                    Role::Scrub => (Event::Scrub, &scrubbing),
+                    _ => (Event::Status, &asking),
+                };
+                let (events, turns) = (events.clone(), turns.clone());
+                drop(tokio::spawn(answer(socket, event, events, turns)));
+            }
+            // Its trainer listens elsewhere.
+            Role::Collector => {}
+        };
+        let failed = move |error: &_| remote_readers.note_failed_accept(error);
+        accept_all(listener, credentials, busy, failed, take).await;
+    }
+}
+
+/// Sends the coordinator this event, forwards its answer, and hangs up. A client without a turn or
+/// without an answer in time is disconnected; it can ask again.
+pub(super) async fn answer(
+    mut socket: AsyncStream,
+    event: impl FnOnce(oneshot::Sender<String>) -> Event,
+    events: mpsc::Sender<Event>,
+    asking: Arc<Semaphore>,
+) {
+    let Ok(Ok(_turn)) = tokio::time::timeout(link::HANDSHAKE, asking.acquire()).await else {
+        return;
+    };
+    let (answer, mut answered) = oneshot::channel();
+    if events.send(event(answer)).await.is_err() {
+        return;
+    }
+    let begun = tokio::time::Instant::now();
+    while begun.elapsed() < ANSWERED_WITHIN {
+        let known = tokio::time::timeout(NOT_YET_EVERY, &mut answered).await;
+        let (json, last) = match known {
+            Ok(Ok(json)) => (json, true),
+            Ok(Err(_)) => return,
+            Err(_) => (NOT_YET.to_owned(), false),
+        };
+        let Ok(frame) = (Status { json }).frame() else {
+            return;
+        };
+        let write = async {
+            socket.write_all(&frame).await?;
+            match last {
+                true => socket.shutdown().await,
+                false => Ok(()),
+            }
+        };
+        let written = tokio::time::timeout(link::HANDSHAKE, write).await;
+        if last || !matches!(written, Ok(Ok(()))) {
+            return;
+        }
+    }
+}
