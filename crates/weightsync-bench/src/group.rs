@@ -71,7 +71,7 @@ enum Figure {
 struct Case {
     name: String,
     scheme: AnyScheme,
-    args: local::Args,
+    args: local::LocalArgs,
     figures: Vec<(Figure, Option<f64>)>,
 }
 
@@ -149,19 +149,19 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-fn gib() -> local::Args {
-    local::Args {
+fn gib() -> local::LocalArgs {
+    local::LocalArgs {
         rounds: Some(15),
-        ..local::Args::plain()
+        ..local::LocalArgs::plain()
     }
 }
 
-fn small() -> local::Args {
-    local::Args {
+fn small() -> local::LocalArgs {
+    local::LocalArgs {
         size: Size(16 << 10),
         tensors: 4,
         rounds: Some(20_000),
-        ..local::Args::plain()
+        ..local::LocalArgs::plain()
     }
 }
 
@@ -173,7 +173,7 @@ fn shared_mem() -> Vec<Case> {
         cases.push(Case {
             name: format!("send 1 GiB bf16, N = {readers}"),
             scheme: scheme.clone(),
-            args: local::Args {
+            args: local::LocalArgs {
                 readers,
                 ..gib.clone()
             },
@@ -184,7 +184,7 @@ fn shared_mem() -> Vec<Case> {
         cases.push(Case {
             name: format!("send 1 GiB bf16 with CRC-64, 2 threads, N = {readers}"),
             scheme: scheme.clone(),
-            args: local::Args {
+            args: local::LocalArgs {
                 readers,
                 checksums: true,
                 threads: 2,
@@ -196,7 +196,7 @@ fn shared_mem() -> Vec<Case> {
     cases.push(Case {
         name: "send 1 GiB bf16, 2 threads, N = 4".into(),
         scheme: scheme.clone(),
-        args: local::Args {
+        args: local::LocalArgs {
             threads: 2,
             ..gib.clone()
         },
@@ -205,7 +205,7 @@ fn shared_mem() -> Vec<Case> {
     cases.push(Case {
         name: "first send 1 GiB: connect, cold slots, N = 4".into(),
         scheme: scheme.clone(),
-        args: local::Args {
+        args: local::LocalArgs {
             rounds: Some(3),
             ..gib.clone()
         },
@@ -217,7 +217,7 @@ fn shared_mem() -> Vec<Case> {
             cases.push(Case {
                 name: format!("loan {}, last byte to applied, N = {readers}", Size(size)),
                 scheme: scheme.clone(),
-                args: local::Args {
+                args: local::LocalArgs {
                     size: Size(size),
                     tensors: 4,
                     loan: true,
@@ -239,7 +239,7 @@ fn shared_mem() -> Vec<Case> {
         cases.push(Case {
             name: format!("send 16 KiB, {style}, N = {readers}"),
             scheme: scheme.clone(),
-            args: local::Args {
+            args: local::LocalArgs {
                 readers,
                 sleep,
                 ..small.clone()
@@ -254,7 +254,7 @@ fn shared_mem() -> Vec<Case> {
         cases.push(Case {
             name: format!("send 100 MB in {tensors} tensors, N = 1"),
             scheme: scheme.clone(),
-            args: local::Args {
+            args: local::LocalArgs {
                 size: Size(102_400_000),
                 tensors,
                 readers: 1,
@@ -268,7 +268,7 @@ fn shared_mem() -> Vec<Case> {
         cases.push(Case {
             name: format!("memory at 4 GiB, N = {readers}"),
             scheme: scheme.clone(),
-            args: local::Args {
+            args: local::LocalArgs {
                 size: Size(4 << 30),
                 readers,
                 rounds: Some(1),
@@ -300,7 +300,7 @@ fn multi_process() -> Vec<Case> {
             cases.push(Case {
                 name: format!("multi-process 1 GiB{words}, N = {readers}"),
                 scheme: scheme.clone(),
-                args: local::Args { readers, ..gib() },
+                args: local::LocalArgs { readers, ..gib() },
                 figures: vec![(Figure::Ratio, target)],
             });
         }
@@ -314,7 +314,7 @@ fn multi_process() -> Vec<Case> {
             cases.push(Case {
                 name: format!("multi-process 16 KiB{words}, N = {readers}"),
                 scheme: scheme.clone(),
-                args: local::Args { readers, ..small() },
+                args: local::LocalArgs { readers, ..small() },
                 figures: vec![(Figure::AppliedMedian, None), (Figure::AppliedP99, None)],
             });
         }
@@ -371,9 +371,9 @@ impl Comparison {
     fn measure(self) -> Result<Row, Box<dyn Error>> {
         let (times, baseline, by_ratio) = match self.what {
             Workload::Set { size, turns, batch } => {
-                let args = local::Args {
+                let args = local::LocalArgs {
                     size: Size(size),
-                    ..local::Args::plain()
+                    ..local::LocalArgs::plain()
                 };
                 let pair = set::compare_with_one(&args, 8, turns, batch)?;
                 (pair.set, pair.one, true)
@@ -387,7 +387,7 @@ impl Comparison {
                 receivers,
             } => {
                 let crowd = |readers, receivers| {
-                    let args = local::Args { readers, ..small() };
+                    let args = local::LocalArgs { readers, ..small() };
                     overhead::crowd(&args, receivers, 101)
                 };
                 (crowd(processes, receivers)?, crowd(1, 1)?, false)

@@ -16,9 +16,9 @@ use weightsync_engine::{
     WorkerId, WorkerReport, WorkerStatus,
 };
 
-use super::local::{self, Args};
+use super::local::{self, LocalArgs};
 use super::numbers::Times;
-use super::reader::{self, Task};
+use super::reader::{self, ReaderTask};
 
 /// Times of the same send, measured in turns.
 pub struct Pair {
@@ -29,8 +29,8 @@ pub struct Pair {
 /// Sends whose workers have all applied a version when it is published: what is
 /// left is the work of the session, with one report for each worker. In turns
 /// with sends to one such worker.
-pub fn simulated(args: &Args, workers: usize, rounds: u32) -> Result<Pair, Box<dyn Error>> {
-    let source = local::Source::new(args)?;
+pub fn simulated(args: &LocalArgs, workers: usize, rounds: u32) -> Result<Pair, Box<dyn Error>> {
+    let source = local::BenchModels::new(args)?;
     let connect = |workers| -> Result<Sender, weightsync_engine::Error> {
         let setup = source.setup()?.scheme(AnyScheme::new(Ready { workers }))?;
         setup.connect(
@@ -66,7 +66,7 @@ pub const FILES: u64 = 1024;
 
 /// Sends through shared memory to so many receivers, in a few processes that
 /// look after theirs in turn. Every process begins with the default limit of open files.
-pub fn crowd(args: &Args, receivers: u32, rounds: u32) -> Result<Times, Box<dyn Error>> {
+pub fn crowd(args: &LocalArgs, receivers: u32, rounds: u32) -> Result<Times, Box<dyn Error>> {
     let most = getrlimit(Resource::Nofile).maximum;
     let limit = Rlimit {
         current: Some(most.map_or(FILES, |most| most.min(FILES))),
@@ -75,10 +75,10 @@ pub fn crowd(args: &Args, receivers: u32, rounds: u32) -> Result<Times, Box<dyn 
     setrlimit(Resource::Nofile, limit)?;
     let processes = args.readers;
     let all = processes * receivers as usize;
-    let source = local::Source::new(args)?;
+    let source = local::BenchModels::new(args)?;
     let setup = source.setup()?.scheme(SharedMem::default())?;
     let setup = setup.wait_style(WaitStyle::YieldThenSleep);
-    let task = Task {
+    let task = ReaderTask {
         info: setup.init_info(),
         sleeps: false,
         receivers,
@@ -291,12 +291,12 @@ mod tests {
 
     #[test]
     fn every_simulated_worker_has_a_line() {
-        let args = Args {
+        let args = LocalArgs {
             size: Size(64),
             tensors: 2,
-            ..Args::plain()
+            ..LocalArgs::plain()
         };
-        let source = local::Source::new(&args).unwrap();
+        let source = local::BenchModels::new(&args).unwrap();
         let setup = source
             .setup()
             .unwrap()

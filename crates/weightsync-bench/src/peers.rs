@@ -339,7 +339,7 @@ impl Flat {
 
 /// Our end of a case.
 struct Running {
-    local: local::Running,
+    local: local::RunningBench,
     baseline: Baseline,
     done: u32,
     got: Ours,
@@ -347,13 +347,13 @@ struct Running {
 
 impl Running {
     fn start(case: &Case, scheme: AnyScheme) -> Result<Self, Box<dyn Error>> {
-        let args = local::Args {
+        let args = local::LocalArgs {
             size: Size(case.size),
             tensors: case.tensors(),
             readers: case.workers,
-            ..local::Args::plain()
+            ..local::LocalArgs::plain()
         };
-        let local = local::Running::start(&scheme, &args)?;
+        let local = local::RunningBench::start(&scheme, &args)?;
         Ok(Self {
             got: Ours {
                 sends: Times::default(),

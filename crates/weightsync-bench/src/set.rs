@@ -4,7 +4,7 @@ use std::error::Error;
 
 use weightsync_engine::SharedMem;
 
-use super::local::{Args, Running};
+use super::local::{LocalArgs, RunningBench};
 use super::numbers::Times;
 
 /// Times of the same bytes: as a set of several models, and as one model.
@@ -16,18 +16,18 @@ pub struct Pair {
 /// Sends to two groups of workers in turns, several times in a row at each, so
 /// that a turn is not about how long a core takes to wake up.
 pub fn compare_with_one(
-    args: &Args,
+    args: &LocalArgs,
     models: u64,
     turns: u32,
     in_a_row: u32,
 ) -> Result<Pair, Box<dyn Error>> {
     let scheme = SharedMem::default().into();
-    let mut one = Running::start(&scheme, args)?;
-    let args = Args {
+    let mut one = RunningBench::start(&scheme, args)?;
+    let args = LocalArgs {
         models,
         ..args.clone()
     };
-    let mut set = Running::start(&scheme, &args)?;
+    let mut set = RunningBench::start(&scheme, &args)?;
     let mut pair = Pair {
         set: Times::default(),
         one: Times::default(),

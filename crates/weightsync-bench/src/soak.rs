@@ -16,7 +16,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use weightsync_net::tls::{Request, make};
+use weightsync_net::tls::{CertificateRequest, make};
 
 pub use self::parts::{PartArgs, part};
 use self::parts::{Process, TrainerSaid};
@@ -61,7 +61,7 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let lasts = Duration::try_from_secs_f64(args.hours * 3600.0)?;
     let dir = tempfile::tempdir()?;
     let pki = dir.path().join("pki");
-    make(&Request {
+    make(&CertificateRequest {
         out: pki.clone(),
         hosts: vec!["127.0.0.1".into()],
         days: 2,

@@ -102,16 +102,16 @@ impl Program {
 )]
 struct Command {
     #[command(subcommand)]
-    action: Action,
+    action: CliCommand,
 }
 
 #[derive(Subcommand)]
-enum Action {
+enum CliCommand {
     /// Train a policy in worker processes that get every update through shared memory
     #[cfg(feature = "demo")]
-    Demo(demo::Args),
+    Demo(demo::DemoArgs),
     /// Measure a scheme on this machine, compared with a plain memcpy of the same run
-    Bench(bench::Args),
+    Bench(bench::BenchArgs),
     /// Show what changed between two safetensors files, tensor by tensor
     ///
     /// How much of each tensor changed, and by how many units in the last place (ULPs): the places
@@ -122,7 +122,7 @@ enum Action {
     ///
     /// The exit code is 0 if all tensors are the same, 1 if any differs or is in one file only, and
     /// 2 if the files cannot be compared. Metadata is reported, but does not count.
-    Diff(diff::Args),
+    Diff(diff::DiffArgs),
     /// Save a checkpoint as the next version of a store
     ///
     /// The checkpoint is a safetensors file, or a directory of Hugging Face's layout with its
@@ -159,7 +159,7 @@ enum Action {
     ///
     /// On loopback, without a token, every user of this machine may connect. Ctrl-C ends it.
     #[cfg(feature = "net")]
-    Serve(Box<serve::Args>),
+    Serve(Box<serve::ServeArgs>),
     /// Check the settings of `serve`, or translate those of Trinity-RFT
     #[cfg(feature = "net")]
     Config(serve::ConfigArgs),
@@ -187,7 +187,7 @@ enum Action {
     /// that it fetched. How far a worker is behind is shown in versions of each model; with --json
     /// it is the difference between the version of a model and the worker's.
     #[cfg(feature = "net")]
-    Status(net::Asked),
+    Status(net::SenderArgs),
     /// Compare what every host holds, or a store, with what was published
     ///
     /// Every relay, and every worker without one, makes the digest of all bytes of the versions it
@@ -204,7 +204,7 @@ enum Action {
     Scrub(store::ScrubArgs),
 }
 
-impl Action {
+impl CliCommand {
     /// Whether it prints what of a store is damaged.
     fn prints_damage(&self) -> bool {
         matches!(self, Self::Push(_) | Self::Pull(_) | Self::Watch(_))
@@ -212,30 +212,30 @@ impl Action {
 
     fn run(self, program: &Program) -> u8 {
         let failure = match self {
-            Action::Diff(_) => diff::TROUBLE,
-            Action::Scrub(_) => store::TROUBLE,
+            CliCommand::Diff(_) => diff::TROUBLE,
+            CliCommand::Scrub(_) => store::TROUBLE,
             _ => FAILURE,
         };
         let done = match self {
             #[cfg(feature = "demo")]
-            Action::Demo(args) => demo::run(&args),
-            Action::Bench(args) => bench::run(args, program),
-            Action::Diff(args) => diff::run(&args),
+            CliCommand::Demo(args) => demo::run(&args),
+            CliCommand::Bench(args) => bench::run(args, program),
+            CliCommand::Diff(args) => diff::run(&args),
             #[cfg(feature = "net")]
-            Action::Serve(args) => serve::run(*args),
+            CliCommand::Serve(args) => serve::run(*args),
             #[cfg(feature = "net")]
-            Action::Config(args) => serve::config(&args),
+            CliCommand::Config(args) => serve::config(&args),
             #[cfg(feature = "net")]
-            Action::Certs(args) => net::certs(&args),
+            CliCommand::Certs(args) => net::certs(&args),
             #[cfg(feature = "net")]
-            Action::Relay(args) => net::relay(&args),
+            CliCommand::Relay(args) => net::relay(&args),
             #[cfg(feature = "net")]
-            Action::Status(args) => net::status(&args),
-            Action::Push(args) => store::push(&args),
-            Action::Pull(args) => store::pull(&args),
-            Action::Log(args) => store::log(&args),
-            Action::Watch(args) => store::watch(&args),
-            Action::Scrub(args) => store::scrub(&args),
+            CliCommand::Status(args) => net::status(&args),
+            CliCommand::Push(args) => store::push(&args),
+            CliCommand::Pull(args) => store::pull(&args),
+            CliCommand::Log(args) => store::log(&args),
+            CliCommand::Watch(args) => store::watch(&args),
+            CliCommand::Scrub(args) => store::scrub(&args),
         };
         done.unwrap_or_else(|error| {
             let error = error.to_string();

@@ -11,10 +11,10 @@ use signal_hook::low_level::exit;
 /// The signals that end a command. A second one ends it at once: the demo's workers
 /// end by their lifelines, whatever the trainer does.
 #[derive(Clone)]
-pub struct Signals(Arc<Came>);
+pub struct Signals(Arc<ReceivedSignals>);
 
 #[derive(Default)]
-struct Came {
+struct ReceivedSignals {
     /// The first signal, once it has come.
     first: AtomicU8,
     again: AtomicBool,
@@ -32,7 +32,7 @@ impl Signals {
         let heeded = [SIGINT, SIGTERM, SIGHUP];
         let heeded = heeded.iter().filter(|one| ignored >> (**one - 1) & 1 == 0);
         let mut coming = iterator::Signals::new(heeded)?;
-        let came = Arc::new(Came::default());
+        let came = Arc::new(ReceivedSignals::default());
         let noted = Arc::clone(&came);
         // A thread of its own: the others may be in a call that does not look.
         thread::Builder::new()
@@ -77,7 +77,7 @@ impl Signals {
     }
 }
 
-impl Came {
+impl ReceivedSignals {
     fn waiting(&self) -> MutexGuard<'_, ()> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -80,7 +80,7 @@ pub struct Chunking {
 #[derive(Debug)]
 pub struct Chunks {
     layout: Layout,
-    plan: vec::IntoIter<Group>,
+    plan: vec::IntoIter<TensorGroup>,
 }
 
 /// The module of a tensor: its dotted name without the last two parts, or `None` where that leaves
@@ -303,15 +303,15 @@ impl WeightChunk {
 
 /// Positions of tensors that travel together.
 #[derive(Debug)]
-struct Group {
+struct TensorGroup {
     tensors: Vec<u32>,
     /// Whether these are the tensors of exactly one module.
     one_module: bool,
 }
 
 /// The units that batching must not split.
-fn group(layout: &Layout, by_module: bool) -> Vec<Group> {
-    let mut groups: Vec<Group> = Vec::new();
+fn group(layout: &Layout, by_module: bool) -> Vec<TensorGroup> {
+    let mut groups: Vec<TensorGroup> = Vec::new();
     let mut of_module = HashMap::new();
     // MAX_TENSORS fits in 32 bits.
     for (position, tensor) in (0u32..).zip(layout.tensors()) {
@@ -321,7 +321,7 @@ fn group(layout: &Layout, by_module: bool) -> Vec<Group> {
             false => next,
         };
         if at == next {
-            groups.push(Group {
+            groups.push(TensorGroup {
                 tensors: Vec::new(),
                 one_module: by_module,
             });
@@ -332,11 +332,11 @@ fn group(layout: &Layout, by_module: bool) -> Vec<Group> {
 }
 
 /// Joins neighbouring groups while they fit the budget.
-fn batch(layout: &Layout, groups: Vec<Group>, budget: Option<u64>) -> Vec<Group> {
+fn batch(layout: &Layout, groups: Vec<TensorGroup>, budget: Option<u64>) -> Vec<TensorGroup> {
     let Some(budget) = budget else {
         return groups;
     };
-    let mut batches: Vec<Group> = Vec::new();
+    let mut batches: Vec<TensorGroup> = Vec::new();
     let mut current = 0;
     for group in groups {
         let bytes: u64 = group
@@ -359,8 +359,8 @@ fn batch(layout: &Layout, groups: Vec<Group>, budget: Option<u64>) -> Vec<Group>
     batches
 }
 
-fn chunk(layout: &Layout, group: Group) -> WeightChunk {
-    let Group {
+fn chunk(layout: &Layout, group: TensorGroup) -> WeightChunk {
+    let TensorGroup {
         tensors: positions,
         one_module,
     } = group;

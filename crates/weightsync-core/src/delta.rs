@@ -4,7 +4,7 @@
 //! so a delta is exact for every dtype and every pattern, and consecutive deltas add up. An
 //! image is cut into *spans* of [`SPAN`] bytes. Each span is coded alone: a span can be
 //! checked, passed on, skipped, or sent dense instead. Every span is read as elements of one
-//! width: the width of the dtype that has most of its bytes (see [`Pattern::of_span`]). Tensors
+//! width: the width of the dtype that has most of its bytes (see [`BitPattern::of_span`]). Tensors
 //! of another dtype in the span are coded just as exactly, but take more bytes.
 //!
 //! | codec | for | a change takes |
@@ -29,10 +29,10 @@ mod thin;
 #[cfg(test)]
 mod tests;
 
-pub use self::apply::{Applied, apply, apply_onto};
+pub use self::apply::{AppliedDelta, apply, apply_onto};
 pub use self::encode::{Codec, Encoded, encode};
 pub use self::fold::fold;
-pub use self::pattern::Pattern;
+pub use self::pattern::BitPattern;
 
 use weightsync_simd::SLACK;
 
@@ -123,10 +123,10 @@ impl DeltaError {
 /// Working memory of the codecs, to be used again: it grows to what one span needs and no further.
 #[derive(Debug, Default)]
 pub struct Scratch {
-    w1: Work<u8>,
-    w2: Work<u16>,
-    w4: Work<u32>,
-    w8: Work<u64>,
+    w1: BlockWork<u8>,
+    w2: BlockWork<u16>,
+    w4: BlockWork<u32>,
+    w8: BlockWork<u64>,
     thin: thin::Lists,
 }
 
@@ -152,11 +152,11 @@ use by_width;
 
 /// The changes of one block, and of the one before it.
 #[derive(Debug, Default)]
-struct Work<W> {
-    now: Changes<W>,
-    before: Changes<W>,
+struct BlockWork<W> {
+    now: BlockChanges<W>,
+    before: BlockChanges<W>,
     /// What folding makes of two.
-    sum: Changes<W>,
+    sum: BlockChanges<W>,
     /// Zeros, and what both make of them.
     nothing: Vec<u8>,
     block: Vec<u8>,
@@ -164,7 +164,7 @@ struct Work<W> {
 
 /// The changes of one block, ascending.
 #[derive(Debug, Default)]
-struct Changes<W> {
+struct BlockChanges<W> {
     /// How many there are.
     count: usize,
     places: Vec<u16>,
@@ -177,7 +177,7 @@ struct Changes<W> {
     highs: Vec<u16>,
 }
 
-impl<W: weightsync_simd::Word> Changes<W> {
+impl<W: weightsync_simd::Word> BlockChanges<W> {
     /// Makes room for all the changes that a block can have.
     fn reserve(&mut self) {
         self.places.resize(BLOCK + SLACK, 0);
@@ -205,7 +205,7 @@ impl<W: weightsync_simd::Word> Changes<W> {
 }
 
 /// How long a span is in elements.
-fn check_span(pattern: Pattern, bytes: usize) -> Result<usize, DeltaError> {
+fn check_span(pattern: BitPattern, bytes: usize) -> Result<usize, DeltaError> {
     if bytes as u64 > SPAN || !bytes.is_multiple_of(pattern.width()) {
         return Err(DeltaError::Span {
             limit: SPAN,

@@ -25,35 +25,35 @@ use crate::error::{Error, Result};
 ///
 /// ```
 /// use std::num::NonZeroU32;
-/// use weightsync_core::engine_update::{Call, EngineUpdate, Event, Outcome, Weights};
+/// use weightsync_core::engine_update::{EngineCall, EngineEvent, EngineUpdate, EngineWeights, UpdateOutcome};
 ///
 /// let update = EngineUpdate::new(NonZeroU32::MIN);
-/// let (update, call) = update.step(Event::Begin)?;
-/// assert_eq!(call, Some(Call::Pause));
-/// let (update, call) = update.step(Event::Done)?;
-/// assert_eq!(call, Some(Call::Start));
+/// let (update, call) = update.step(EngineEvent::Begin)?;
+/// assert_eq!(call, Some(EngineCall::Pause));
+/// let (update, call) = update.step(EngineEvent::Done)?;
+/// assert_eq!(call, Some(EngineCall::Start));
 /// let reason = "connection reset".to_owned();
-/// let (update, call) = update.step(Event::Failed { reason, weights: Weights::Unknown })?;
-/// assert_eq!(call, Some(Call::Restore));
-/// let (update, call) = update.step(Event::Done)?;
-/// assert_eq!(call, Some(Call::Resume));
-/// let (update, call) = update.step(Event::Done)?;
+/// let (update, call) = update.step(EngineEvent::Failed { reason, weights: EngineWeights::Unknown })?;
+/// assert_eq!(call, Some(EngineCall::Restore));
+/// let (update, call) = update.step(EngineEvent::Done)?;
+/// assert_eq!(call, Some(EngineCall::Resume));
+/// let (update, call) = update.step(EngineEvent::Done)?;
 /// assert_eq!(call, None);
-/// assert_eq!(update.outcome(), Some(Outcome::KeptOld));
+/// assert_eq!(update.outcome(), Some(UpdateOutcome::KeptOld));
 /// assert_eq!(update.reason(), Some("start failed: connection reset"));
 /// # Ok::<(), weightsync_core::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct EngineUpdate {
     updates: NonZeroU32,
-    state: State,
-    weights: Weights,
+    state: UpdateState,
+    weights: EngineWeights,
     reason: Option<String>,
 }
 
 /// An event that the caller reports.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub enum Event {
+pub enum EngineEvent {
     /// The sync begins.
     Begin,
     /// The engine has done the call.
@@ -63,7 +63,7 @@ pub enum Event {
         /// Why.
         reason: String,
         /// What the engine is known to hold now.
-        weights: Weights,
+        weights: EngineWeights,
     },
     /// The engine is gone. This is taken in every state, also when the update is over.
     Died {
@@ -74,7 +74,7 @@ pub enum Event {
 
 /// The weights that an engine is known to hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Weights {
+pub enum EngineWeights {
     /// All of the old weights: the engine could generate with them at once.
     Old,
     /// All of the new weights: the engine could generate with them at once.
@@ -85,7 +85,7 @@ pub enum Weights {
 
 /// A call for the caller to make.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Call {
+pub enum EngineCall {
     /// Stop generating.
     Pause,
     /// Prepare for new weights.
@@ -102,7 +102,7 @@ pub enum Call {
 
 /// How an update ended. [`EngineUpdate::weights`] and [`EngineUpdate::reason`] belong to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Outcome {
+pub enum UpdateOutcome {
     /// The engine generates with the new weights.
     Updated,
     /// The engine generates with the old weights.
@@ -119,7 +119,7 @@ pub enum Outcome {
 
 /// What has happened so far. Each state but the first and the last four has one call under way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum State {
+pub enum UpdateState {
     /// The engine generates with the old weights, and the update has not begun.
     Running,
     /// Pause is under way.
@@ -148,11 +148,11 @@ pub enum State {
     Restored,
     /// The engine generates again. The update is over, as in the states below.
     Resumed,
-    /// As [`Outcome::NotResumed`].
+    /// As [`UpdateOutcome::NotResumed`].
     NotResumed,
-    /// As [`Outcome::Held`].
+    /// As [`UpdateOutcome::Held`].
     Held,
-    /// As [`Outcome::Dead`].
+    /// As [`UpdateOutcome::Dead`].
     Dead,
 }
 
@@ -161,8 +161,8 @@ impl EngineUpdate {
     pub fn new(updates: NonZeroU32) -> Self {
         Self {
             updates,
-            state: State::Running,
-            weights: Weights::Old,
+            state: UpdateState::Running,
+            weights: EngineWeights::Old,
             reason: None,
         }
     }
@@ -170,12 +170,12 @@ impl EngineUpdate {
     /// The update after `event`, and the next call to make: none once the update is over.
     ///
     /// An event that does not fit is an [`Error::WrongEvent`], and the update is as before.
-    pub fn step(&self, event: Event) -> Result<(Self, Option<Call>)> {
+    pub fn step(&self, event: EngineEvent) -> Result<(Self, Option<EngineCall>)> {
         let next = match &event {
-            Event::Begin => self.after_begin(),
-            Event::Done => self.after_success(),
-            Event::Failed { reason, weights } => self.after_failure(reason, *weights),
-            Event::Died { reason } => Some(self.after_death(reason)),
+            EngineEvent::Begin => self.after_begin(),
+            EngineEvent::Done => self.after_success(),
+            EngineEvent::Failed { reason, weights } => self.after_failure(reason, *weights),
+            EngineEvent::Died { reason } => Some(self.after_death(reason)),
         };
         let next = next.ok_or_else(|| self.wrong(&event))?;
         let call = next.state.call();
@@ -183,18 +183,18 @@ impl EngineUpdate {
     }
 
     /// What has happened so far.
-    pub fn state(&self) -> State {
+    pub fn state(&self) -> UpdateState {
         self.state
     }
 
     /// How the update ended; `None` until it is over.
-    pub fn outcome(&self) -> Option<Outcome> {
+    pub fn outcome(&self) -> Option<UpdateOutcome> {
         Some(match (self.state, self.weights) {
-            (State::Resumed, Weights::New) => Outcome::Updated,
-            (State::Resumed, _) => Outcome::KeptOld,
-            (State::NotResumed, _) => Outcome::NotResumed,
-            (State::Held, _) => Outcome::Held,
-            (State::Dead, _) => Outcome::Dead,
+            (UpdateState::Resumed, EngineWeights::New) => UpdateOutcome::Updated,
+            (UpdateState::Resumed, _) => UpdateOutcome::KeptOld,
+            (UpdateState::NotResumed, _) => UpdateOutcome::NotResumed,
+            (UpdateState::Held, _) => UpdateOutcome::Held,
+            (UpdateState::Dead, _) => UpdateOutcome::Dead,
             _ => return None,
         })
     }
@@ -203,7 +203,7 @@ impl EngineUpdate {
     ///
     /// Unknown from the moment the engine has started until it has finished, or a failure says
     /// otherwise; unknown of a dead engine.
-    pub fn weights(&self) -> Weights {
+    pub fn weights(&self) -> EngineWeights {
         self.weights
     }
 
@@ -213,57 +213,75 @@ impl EngineUpdate {
     }
 
     fn after_begin(&self) -> Option<Self> {
-        (self.state == State::Running).then(|| self.at(State::Pausing, Weights::Old))
+        (self.state == UpdateState::Running)
+            .then(|| self.at(UpdateState::Pausing, EngineWeights::Old))
     }
 
     fn after_success(&self) -> Option<Self> {
         let (state, weights) = match self.state {
-            State::Pausing => (State::Paused, Weights::Old),
-            State::Paused => (State::Started { done: 0 }, Weights::Unknown),
-            State::Started { done } if self.is_last(done) => (State::Updated, Weights::Unknown),
-            State::Started { done } => (State::Started { done: done + 1 }, Weights::Unknown),
-            State::Updated => (State::Finished, Weights::New),
-            State::Restoring { .. } => (State::Restored, Weights::Old),
-            State::Finished | State::PauseFailed | State::UpdateFailed | State::Restored => {
-                (State::Resumed, self.weights)
+            UpdateState::Pausing => (UpdateState::Paused, EngineWeights::Old),
+            UpdateState::Paused => (UpdateState::Started { done: 0 }, EngineWeights::Unknown),
+            UpdateState::Started { done } if self.is_last(done) => {
+                (UpdateState::Updated, EngineWeights::Unknown)
             }
-            State::Running | State::Resumed | State::NotResumed | State::Held | State::Dead => {
+            UpdateState::Started { done } => (
+                UpdateState::Started { done: done + 1 },
+                EngineWeights::Unknown,
+            ),
+            UpdateState::Updated => (UpdateState::Finished, EngineWeights::New),
+            UpdateState::Restoring { .. } => (UpdateState::Restored, EngineWeights::Old),
+            UpdateState::Finished
+            | UpdateState::PauseFailed
+            | UpdateState::UpdateFailed
+            | UpdateState::Restored => (UpdateState::Resumed, self.weights),
+            UpdateState::Running
+            | UpdateState::Resumed
+            | UpdateState::NotResumed
+            | UpdateState::Held
+            | UpdateState::Dead => {
                 return None;
             }
         };
         Some(self.at(state, weights))
     }
 
-    fn after_failure(&self, reason: &str, reported: Weights) -> Option<Self> {
+    fn after_failure(&self, reason: &str, reported: EngineWeights) -> Option<Self> {
         let call = self.state.call()?;
         let (state, weights) = match (self.state, reported) {
             // No call that changes weights was made.
-            (State::Pausing, _) => (State::PauseFailed, Weights::Old),
-            (State::PauseFailed, _) => (State::NotResumed, Weights::Old),
+            (UpdateState::Pausing, _) => (UpdateState::PauseFailed, EngineWeights::Old),
+            (UpdateState::PauseFailed, _) => (UpdateState::NotResumed, EngineWeights::Old),
             // The rest of the new weights was never sent.
-            (State::Started { done }, Weights::New) if !self.is_last(done) => {
-                (State::Restoring { all_sent: false }, Weights::Unknown)
-            }
-            (State::Paused | State::Started { .. } | State::Updated, Weights::Unknown) => {
-                (self.restoring(), Weights::Unknown)
-            }
-            (State::Paused | State::Started { .. } | State::Updated, whole) => {
-                (State::UpdateFailed, whole)
+            (UpdateState::Started { done }, EngineWeights::New) if !self.is_last(done) => (
+                UpdateState::Restoring { all_sent: false },
+                EngineWeights::Unknown,
+            ),
+            (
+                UpdateState::Paused | UpdateState::Started { .. } | UpdateState::Updated,
+                EngineWeights::Unknown,
+            ) => (self.restoring(), EngineWeights::Unknown),
+            (UpdateState::Paused | UpdateState::Started { .. } | UpdateState::Updated, whole) => {
+                (UpdateState::UpdateFailed, whole)
             }
             // It need not go back: the update was done, and only its answer was lost.
-            (State::Restoring { all_sent: true }, Weights::New) => {
-                (State::UpdateFailed, Weights::New)
+            (UpdateState::Restoring { all_sent: true }, EngineWeights::New) => {
+                (UpdateState::UpdateFailed, EngineWeights::New)
             }
             // An engine that could not go back is not trusted with what else it says it holds.
-            (State::Restoring { .. }, _) => (State::Held, Weights::Unknown),
-            (State::Finished | State::UpdateFailed | State::Restored, Weights::Unknown) => {
-                (State::Held, Weights::Unknown)
-            }
-            (State::Finished | State::UpdateFailed | State::Restored, whole) => {
-                (State::NotResumed, whole)
+            (UpdateState::Restoring { .. }, _) => (UpdateState::Held, EngineWeights::Unknown),
+            (
+                UpdateState::Finished | UpdateState::UpdateFailed | UpdateState::Restored,
+                EngineWeights::Unknown,
+            ) => (UpdateState::Held, EngineWeights::Unknown),
+            (UpdateState::Finished | UpdateState::UpdateFailed | UpdateState::Restored, whole) => {
+                (UpdateState::NotResumed, whole)
             }
             (
-                State::Running | State::Resumed | State::NotResumed | State::Held | State::Dead,
+                UpdateState::Running
+                | UpdateState::Resumed
+                | UpdateState::NotResumed
+                | UpdateState::Held
+                | UpdateState::Dead,
                 _,
             ) => return None,
         };
@@ -275,30 +293,30 @@ impl EngineUpdate {
 
     /// The first report of a death stays.
     fn after_death(&self, reason: &str) -> Self {
-        if self.state == State::Dead {
+        if self.state == UpdateState::Dead {
             return self.clone();
         }
         Self {
             reason: self.and("the engine died", reason),
-            ..self.at(State::Dead, Weights::Unknown)
+            ..self.at(UpdateState::Dead, EngineWeights::Unknown)
         }
     }
 
     /// The state in which the call under way has failed and restore is next.
-    fn restoring(&self) -> State {
+    fn restoring(&self) -> UpdateState {
         let all_sent = match self.state {
-            State::Started { done } => self.is_last(done),
-            State::Updated => true,
+            UpdateState::Started { done } => self.is_last(done),
+            UpdateState::Updated => true,
             _ => false,
         };
-        State::Restoring { all_sent }
+        UpdateState::Restoring { all_sent }
     }
 
     fn is_last(&self, done: u32) -> bool {
         done + 1 >= self.updates.get()
     }
 
-    fn at(&self, state: State, weights: Weights) -> Self {
+    fn at(&self, state: UpdateState, weights: EngineWeights) -> Self {
         Self {
             state,
             weights,
@@ -313,9 +331,9 @@ impl EngineUpdate {
         })
     }
 
-    fn wrong(&self, event: &Event) -> Error {
+    fn wrong(&self, event: &EngineEvent) -> Error {
         let fix = match (self.state, self.state.call()) {
-            (State::Running, _) => "the update has not begun; report begin first".to_owned(),
+            (UpdateState::Running, _) => "the update has not begun; report begin first".to_owned(),
             (_, Some(call)) => {
                 format!("make the {call} call, then report done, failed or died")
             }
@@ -329,24 +347,24 @@ impl EngineUpdate {
     }
 }
 
-impl State {
+impl UpdateState {
     /// The call that is under way.
-    fn call(self) -> Option<Call> {
+    fn call(self) -> Option<EngineCall> {
         match self {
-            Self::Pausing => Some(Call::Pause),
-            Self::Paused => Some(Call::Start),
-            Self::Started { .. } => Some(Call::Update),
-            Self::Updated => Some(Call::Finish),
+            Self::Pausing => Some(EngineCall::Pause),
+            Self::Paused => Some(EngineCall::Start),
+            Self::Started { .. } => Some(EngineCall::Update),
+            Self::Updated => Some(EngineCall::Finish),
             Self::Finished | Self::PauseFailed | Self::UpdateFailed | Self::Restored => {
-                Some(Call::Resume)
+                Some(EngineCall::Resume)
             }
-            Self::Restoring { .. } => Some(Call::Restore),
+            Self::Restoring { .. } => Some(EngineCall::Restore),
             Self::Running | Self::Resumed | Self::NotResumed | Self::Held | Self::Dead => None,
         }
     }
 }
 
-impl Event {
+impl EngineEvent {
     fn word(&self) -> &'static str {
         match self {
             Self::Begin => "begin",
@@ -357,7 +375,7 @@ impl Event {
     }
 }
 
-impl fmt::Display for State {
+impl fmt::Display for UpdateState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Running => "running",
@@ -378,7 +396,7 @@ impl fmt::Display for State {
     }
 }
 
-impl fmt::Display for Call {
+impl fmt::Display for EngineCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Pause => "pause",
@@ -391,7 +409,7 @@ impl fmt::Display for Call {
     }
 }
 
-impl fmt::Display for Outcome {
+impl fmt::Display for UpdateOutcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Updated => "updated",
@@ -403,7 +421,7 @@ impl fmt::Display for Outcome {
     }
 }
 
-impl fmt::Display for Weights {
+impl fmt::Display for EngineWeights {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Old => "old",

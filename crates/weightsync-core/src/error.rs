@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::dtype::Dtype;
-use crate::engine_update::State;
+use crate::engine_update::UpdateState;
 use crate::ids::WriterId;
 use crate::layout::{ByteRange, LayoutId, LayoutMismatch};
 
@@ -213,7 +213,7 @@ pub enum Error {
         /// The event.
         event: &'static str,
         /// The state of the update.
-        state: State,
+        state: UpdateState,
         /// What to do.
         fix: String,
     },

@@ -52,9 +52,9 @@ pub const MAX_ENCODED_BYTES: usize = 256 << 20;
 /// # Ok::<(), weightsync_core::Error>(())
 /// ```
 #[derive(Clone)]
-pub struct Layout(Arc<Inner>);
+pub struct Layout(Arc<LayoutInner>);
 
-struct Inner {
+struct LayoutInner {
     tensors: Vec<TensorSpec>,
     names: NameIndex,
     bytes: u64,
@@ -103,7 +103,7 @@ impl Layout {
         tensors: impl IntoIterator<Item = (String, Dtype, Vec<u64>)>,
     ) -> Result<Self, Error> {
         let tensors = tensors.into_iter();
-        let mut builder = Builder::with_capacity(tensors.size_hint().0);
+        let mut builder = LayoutBuilder::with_capacity(tensors.size_hint().0);
         for (name, dtype, shape) in tensors {
             builder.push(name, dtype, shape)?;
         }
@@ -245,18 +245,18 @@ impl fmt::Debug for LayoutId {
 
 /// Checks and places one tensor after the other; every way to a layout ends here.
 #[derive(Default)]
-struct Builder {
+struct LayoutBuilder {
     tensors: Vec<TensorSpec>,
     bytes: u64,
     payload_bytes: u64,
 }
 
-impl Builder {
+impl LayoutBuilder {
     /// A builder with room for `count` tensors, as far as the caller can know.
     fn with_capacity(count: usize) -> Self {
-        Builder {
+        LayoutBuilder {
             tensors: Vec::with_capacity(count.min(MAX_TENSORS)),
-            ..Builder::default()
+            ..LayoutBuilder::default()
         }
     }
 
@@ -309,7 +309,7 @@ impl Builder {
             MAX_ENCODED_BYTES,
         )?;
         let id = LayoutId(*blake3::hash(&encoded).as_bytes());
-        Ok(Layout(Arc::new(Inner {
+        Ok(Layout(Arc::new(LayoutInner {
             tensors: self.tensors,
             names,
             bytes: self.bytes,

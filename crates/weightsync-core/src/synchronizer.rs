@@ -38,7 +38,7 @@ mod meeting;
 mod tests;
 
 pub use self::event::{
-    Departure, Effect, Event, Method, Moment, Need, Outcome, Party, State, Style,
+    Method, Moment, Need, Party, PartyDeparture, State, Style, SyncEffect, SyncEvent, SyncOutcome,
 };
 
 /// The state of all parties.
@@ -47,12 +47,12 @@ pub struct Synchronizer {
     method: Method,
     /// Whether it may still be another one.
     free: bool,
-    trainer: Option<Trainer>,
+    trainer: Option<TrainerState>,
     /// The highest epoch of a trainer.
     epoch: Epoch,
     /// The trainer has stopped in order.
     stopped: bool,
-    explorers: BTreeMap<Party, Explorer>,
+    explorers: BTreeMap<Party, ExplorerState>,
     /// The newest version that can be had, and the step that made it.
     newest: (Version, u64),
     /// The highest number that a trainer gave a version, whatever became of that.
@@ -60,7 +60,7 @@ pub struct Synchronizer {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Trainer {
+struct TrainerState {
     party: Party,
     style: Style,
     step: u64,
@@ -78,11 +78,11 @@ struct Meeting {
     step: u64,
     until: Option<Moment>,
     /// Those to whom it sends, and what came of it; `None` until it begins.
-    invited: Option<BTreeMap<Party, Option<Outcome>>>,
+    invited: Option<BTreeMap<Party, Option<SyncOutcome>>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Explorer {
+struct ExplorerState {
     style: Style,
     step: u64,
     /// The step of its last sync.
@@ -164,7 +164,7 @@ impl Synchronizer {
     }
 
     /// Takes an event in. The effects are in the order in which they are to be done.
-    pub fn step(&mut self, event: Event, now: Moment) -> Vec<Effect> {
+    pub fn step(&mut self, event: SyncEvent, now: Moment) -> Vec<SyncEffect> {
         let mut effects = Vec::new();
         let before = (
             self.waiting_trainer_need(),
@@ -172,19 +172,19 @@ impl Synchronizer {
             self.is_awaited(),
         );
         if let Err(party) = self.take(event, now, &mut effects) {
-            return vec![Effect::Refused(party)];
+            return vec![SyncEffect::Refused(party)];
         }
         self.hand_out(&mut effects);
         self.begin_meeting(&mut effects);
         self.end_meeting(&mut effects);
         if self.newest.0 > before.1 || self.is_awaited() && !before.2 {
-            effects.push(Effect::Offered);
+            effects.push(SyncEffect::Offered);
         }
         if before.0 == Need::No && self.waiting_trainer_need() != Need::No {
             effects.extend(
                 self.trainer
                     .iter()
-                    .map(|trainer| Effect::Wake(trainer.party)),
+                    .map(|trainer| SyncEffect::Wake(trainer.party)),
             );
         }
         effects
@@ -278,8 +278,8 @@ impl Synchronizer {
         }
         match (self.explorers.get(&party), self.method) {
             (None, _) => State::Stopped,
-            (Some(Explorer { wait: Some(_), .. }), Method::Direct) => State::WaitingSync,
-            (Some(Explorer { wait: Some(_), .. }), _) => State::RequireSync,
+            (Some(ExplorerState { wait: Some(_), .. }), Method::Direct) => State::WaitingSync,
+            (Some(ExplorerState { wait: Some(_), .. }), _) => State::RequireSync,
             _ if self.explorer_need(party) != Need::No => State::RequireSync,
             _ => State::Running,
         }
@@ -342,20 +342,25 @@ impl Synchronizer {
     ///
     /// This function is long because it is one list: an arm for each event, and the arms can be read
     /// next to those of the specification's table.
-    fn take(&mut self, event: Event, now: Moment, effects: &mut Vec<Effect>) -> Result<(), Party> {
+    fn take(
+        &mut self,
+        event: SyncEvent,
+        now: Moment,
+        effects: &mut Vec<SyncEffect>,
+    ) -> Result<(), Party> {
         match event {
-            Event::TrainerJoined(party, epoch, step, style) => {
+            SyncEvent::TrainerJoined(party, epoch, step, style) => {
                 if epoch < self.epoch {
                     return Err(party);
                 }
                 if let Some(old) = self.leave(effects) {
-                    effects.push(Effect::Refused(old));
+                    effects.push(SyncEffect::Refused(old));
                 }
                 (self.epoch, self.stopped, self.free) = (epoch, false, false);
                 for explorer in self.explorers.values_mut() {
                     explorer.stopped = false;
                 }
-                self.trainer = Some(Trainer {
+                self.trainer = Some(TrainerState {
                     party,
                     style,
                     step,
@@ -365,11 +370,11 @@ impl Synchronizer {
                     meeting: None,
                 });
             }
-            Event::TrainerStepped(party, step) => {
+            SyncEvent::TrainerStepped(party, step) => {
                 let trainer = self.known(party)?;
                 trainer.step = trainer.step.max(step);
             }
-            Event::TrainerPublished(party, version, step) => {
+            SyncEvent::TrainerPublished(party, version, step) => {
                 let new = version > self.newest.0 && self.method != Method::Direct;
                 let trainer = self.known(party)?;
                 if !new {
@@ -379,7 +384,7 @@ impl Synchronizer {
                 self.newest = (version, step);
                 self.saw(version);
             }
-            Event::TrainerMeets(party, version, step, until) => {
+            SyncEvent::TrainerMeets(party, version, step, until) => {
                 // It may meet again for a version that came to nobody.
                 let new = version >= self.highest && version > self.newest.0;
                 let new = new && self.method == Method::Direct;
@@ -395,17 +400,17 @@ impl Synchronizer {
                 });
                 self.highest = version;
             }
-            Event::TrainerFailed(party) => {
+            SyncEvent::TrainerFailed(party) => {
                 self.known(party)?.failed = true;
-                self.abandon(Outcome::TrainerLeft, effects);
+                self.abandon(SyncOutcome::TrainerLeft, effects);
             }
-            Event::TrainerLeft(party, how) => {
+            SyncEvent::TrainerLeft(party, how) => {
                 self.known(party)?;
                 self.leave(effects);
-                self.stopped = how == Departure::Stopped;
+                self.stopped = how == PartyDeparture::Stopped;
             }
-            Event::ExplorerJoined(party, version, [step, synced], style) => {
-                let explorer = Explorer {
+            SyncEvent::ExplorerJoined(party, version, [step, synced], style) => {
+                let explorer = ExplorerState {
                     style,
                     step,
                     synced: synced.min(step),
@@ -416,20 +421,20 @@ impl Synchronizer {
                 };
                 self.explorers.insert(party, explorer);
             }
-            Event::ExplorerStepped(party, step) => {
+            SyncEvent::ExplorerStepped(party, step) => {
                 let explorer = self.explorers.get_mut(&party).ok_or(party)?;
                 explorer.step = explorer.step.max(step);
             }
-            Event::ExplorerSyncs(party, until) => {
+            SyncEvent::ExplorerSyncs(party, until) => {
                 let explorer = self.explorers.get_mut(&party).ok_or(party)?;
                 let told = explorer.wait.take().and_then(|wait| wait.told);
                 explorer.wait = Some(Wait { until, told });
             }
-            Event::ExplorerCancelled(party) => {
+            SyncEvent::ExplorerCancelled(party) => {
                 self.explorers.get(&party).ok_or(party)?;
-                self.end(party, Outcome::Cancelled, effects);
+                self.end(party, SyncOutcome::Cancelled, effects);
             }
-            Event::ExplorerLoaded(party, version) => {
+            SyncEvent::ExplorerLoaded(party, version) => {
                 let given = self.given(version);
                 let explorer = self.explorers.get_mut(&party).ok_or(party)?;
                 // Whatever it was told: this is what it runs.
@@ -451,33 +456,33 @@ impl Synchronizer {
                     explorer.synced = explorer.step;
                 }
                 if told.is_some_and(|told| version >= told) {
-                    self.end(party, Outcome::Synced(version), effects);
+                    self.end(party, SyncOutcome::Synced(version), effects);
                 }
             }
-            Event::ExplorerFailed(party, version) => {
+            SyncEvent::ExplorerFailed(party, version) => {
                 let explorer = self.explorers.get(&party).ok_or(party)?;
                 if explorer.wait.as_ref().and_then(|wait| wait.told) == Some(version) {
-                    self.end(party, Outcome::Failed, effects);
+                    self.end(party, SyncOutcome::Failed, effects);
                 }
             }
-            Event::ExplorerPaused(party, paused) => {
+            SyncEvent::ExplorerPaused(party, paused) => {
                 self.explorers.get_mut(&party).ok_or(party)?.paused = paused;
             }
-            Event::ExplorerLeft(party) => {
+            SyncEvent::ExplorerLeft(party) => {
                 self.explorers.remove(&party).ok_or(party)?;
-                self.note(party, Outcome::Left);
+                self.note(party, SyncOutcome::Left);
             }
-            Event::Ticked => {
+            SyncEvent::Ticked => {
                 let is_late = |until: Option<Moment>| until.is_some_and(|until| until <= now);
                 let late = self
                     .explorers
                     .iter()
                     .filter(|(_, one)| one.wait.as_ref().is_some_and(|wait| is_late(wait.until)));
                 for party in late.map(|(party, _)| *party).collect::<Vec<_>>() {
-                    self.end(party, Outcome::TimedOut, effects);
+                    self.end(party, SyncOutcome::TimedOut, effects);
                 }
                 if self.meeting().is_some_and(|meeting| is_late(meeting.until)) {
-                    self.abandon(Outcome::TimedOut, effects);
+                    self.abandon(SyncOutcome::TimedOut, effects);
                 }
             }
         }
@@ -493,7 +498,7 @@ impl Synchronizer {
     }
 
     /// The trainer, if this is its party.
-    fn known(&mut self, party: Party) -> Result<&mut Trainer, Party> {
+    fn known(&mut self, party: Party) -> Result<&mut TrainerState, Party> {
         let trainer = self.trainer.as_mut();
         trainer
             .filter(|trainer| trainer.party == party)
@@ -501,28 +506,28 @@ impl Synchronizer {
     }
 
     /// Takes the trainer away, and ends what it sends.
-    fn leave(&mut self, effects: &mut Vec<Effect>) -> Option<Party> {
+    fn leave(&mut self, effects: &mut Vec<SyncEffect>) -> Option<Party> {
         if let Some(meeting) = self.trainer.as_mut().and_then(|one| one.meeting.take()) {
-            self.end_all(&meeting, Outcome::TrainerLeft, effects);
+            self.end_all(&meeting, SyncOutcome::TrainerLeft, effects);
         }
         self.trainer.take().map(|trainer| trainer.party)
     }
 
     /// Ends the wait of an explorer.
-    fn end(&mut self, party: Party, outcome: Outcome, effects: &mut Vec<Effect>) {
+    fn end(&mut self, party: Party, outcome: SyncOutcome, effects: &mut Vec<SyncEffect>) {
         if let Some(explorer) = self.explorers.get_mut(&party)
             && explorer.wait.take().is_some()
         {
-            if matches!(outcome, Outcome::Synced(_) | Outcome::NothingNewer) {
+            if matches!(outcome, SyncOutcome::Synced(_) | SyncOutcome::NothingNewer) {
                 explorer.synced = explorer.step;
             }
-            effects.push(Effect::Synced(party, outcome));
+            effects.push(SyncEffect::Synced(party, outcome));
         }
         self.note(party, outcome);
     }
 
     /// Notes what became of an explorer that the trainer sends to.
-    fn note(&mut self, party: Party, outcome: Outcome) {
+    fn note(&mut self, party: Party, outcome: SyncOutcome) {
         let meeting = self.trainer.as_mut().and_then(|one| one.meeting.as_mut());
         let invited = meeting.and_then(|meeting| meeting.invited.as_mut());
         if let Some(own) = invited.and_then(|invited| invited.get_mut(&party)) {
@@ -531,7 +536,7 @@ impl Synchronizer {
     }
 
     /// Tells explorers that ask what there is to fetch, or that nothing will come.
-    fn hand_out(&mut self, effects: &mut Vec<Effect>) {
+    fn hand_out(&mut self, effects: &mut Vec<SyncEffect>) {
         for party in self.asking() {
             let behind = self.is_behind(party);
             if behind && self.method != Method::Direct {
@@ -539,12 +544,12 @@ impl Synchronizer {
                 let explorer = self.explorers.get_mut(&party);
                 if let Some(wait) = explorer.and_then(|explorer| explorer.wait.as_mut()) {
                     wait.told = Some(newest);
-                    effects.push(Effect::Fetch(party, newest));
+                    effects.push(SyncEffect::Fetch(party, newest));
                 }
             } else if self.is_stopped(party) {
                 let outcome = match behind {
-                    true => Outcome::OutOfReach,
-                    false => Outcome::NothingNewer,
+                    true => SyncOutcome::OutOfReach,
+                    false => SyncOutcome::NothingNewer,
                 };
                 self.end(party, outcome, effects);
             }
@@ -552,7 +557,7 @@ impl Synchronizer {
     }
 }
 
-impl Explorer {
+impl ExplorerState {
     fn is_asking(&self) -> bool {
         self.wait.as_ref().is_some_and(|wait| wait.told.is_none())
     }

@@ -357,7 +357,7 @@ impl WorkerReport {
         if self.pid != 0 {
             write!(f, " (pid {})", self.pid)?;
         }
-        let version = Versions(&self.versions);
+        let version = VersionList(&self.versions);
         let none_yet = self.versions.iter().all(|version| version.is_none());
         let still = |f: &mut fmt::Formatter<'_>| match none_yet {
             true => write!(f, "; it has no version yet"),
@@ -422,9 +422,9 @@ impl WorkerReport {
 }
 
 /// Some versions: `v3`, or `v3, v1`, without those of models that it has none of.
-struct Versions<'a>(&'a [Version]);
+struct VersionList<'a>(&'a [Version]);
 
-impl fmt::Display for Versions<'_> {
+impl fmt::Display for VersionList<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let some = self.0.iter().filter(|version| !version.is_none());
         for (index, version) in some.enumerate() {

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use weightsync_core::{Dtype, Layout, TensorSpec, layout};
 
 use crate::error::{Error, Result};
-use crate::extract::{Asked, Extracted, TensorData, WeightExtractor};
+use crate::extract::{CrateOnly, Extracted, TensorData, WeightExtractor};
 use crate::load::TensorView;
 use crate::plain::is_extra_state;
 use crate::strategy::Strategy;
@@ -25,14 +25,14 @@ const FORMAT: u8 = 1;
 /// **Guarantee.** A tensor is either sent or the alias of one that is: no alias
 /// is named twice, is its own, or leads to another alias.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "Wire", into = "Wire")]
+#[serde(try_from = "WireAttributes", into = "WireAttributes")]
 pub struct Attributes {
-    wire: Wire,
+    wire: WireAttributes,
 }
 
 /// How they are written; the order of the fields is part of the format.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct Wire {
+struct WireAttributes {
     format: Strategy,
     ties: Vec<(String, String)>,
     extra_state: Vec<String>,
@@ -84,9 +84,9 @@ pub enum AttributesError {
 impl Attributes {
     /// Those of weights in this format, without ties, extra state and buffers.
     pub fn new(format: Strategy) -> Self {
-        let wire = Wire {
+        let wire = WireAttributes {
             format,
-            ..Wire::default()
+            ..WireAttributes::default()
         };
         Self { wire }
     }
@@ -170,7 +170,7 @@ impl Attributes {
         if format != FORMAT {
             return Err(malformed("a format that this build does not read"));
         }
-        let read = postcard::take_from_bytes::<Wire>(bytes);
+        let read = postcard::take_from_bytes::<WireAttributes>(bytes);
         let (wire, rest) = read.map_err(|_| malformed("not what a sender writes"))?;
         if !rest.is_empty() {
             return Err(malformed("bytes after the end"));
@@ -270,26 +270,26 @@ impl Attributes {
             .collect()
     }
 
-    fn names<'a, 'o>(&'a self, own: Option<&'o Layout>) -> Names<'a, 'o> {
+    fn names<'a, 'o>(&'a self, own: Option<&'o Layout>) -> TensorNames<'a, 'o> {
         let mut aliases: HashMap<&str, Vec<&str>> = HashMap::new();
         for (alias, of) in self.ties() {
             aliases.entry(of).or_default().push(alias);
         }
-        Names { aliases, own }
+        TensorNames { aliases, own }
     }
 }
 
-impl From<Attributes> for Wire {
+impl From<Attributes> for WireAttributes {
     fn from(attributes: Attributes) -> Self {
         attributes.wire
     }
 }
 
 /// The checks that every way in goes through.
-impl TryFrom<Wire> for Attributes {
+impl TryFrom<WireAttributes> for Attributes {
     type Error = AttributesError;
 
-    fn try_from(mut wire: Wire) -> Result<Self, AttributesError> {
+    fn try_from(mut wire: WireAttributes) -> Result<Self, AttributesError> {
         let ties = wire.ties.iter().flat_map(|(alias, of)| [alias, of]);
         let names = ties.chain(&wire.extra_state).chain(&wire.buffers);
         let wrong = |name: &&String| name.is_empty() || name.len() > layout::MAX_NAME_BYTES;
@@ -394,7 +394,7 @@ impl<E: WeightExtractor + ?Sized> WeightExtractor for TiedOnce<'_, E> {
         Ok(Layout::new(sent)?)
     }
 
-    fn plain_bytes(&self, layout: &Layout, asked: Asked) -> Option<Vec<&[u8]>> {
+    fn plain_bytes(&self, layout: &Layout, asked: CrateOnly) -> Option<Vec<&[u8]>> {
         match self.attributes.ties() {
             [] => self.source.plain_bytes(layout, asked),
             _ => None,
@@ -425,12 +425,12 @@ impl<E: WeightExtractor + ?Sized> WeightExtractor for TiedOnce<'_, E> {
 }
 
 /// The names under which tensors are handed over.
-struct Names<'a, 'o> {
+struct TensorNames<'a, 'o> {
     aliases: HashMap<&'a str, Vec<&'a str>>,
     own: Option<&'o Layout>,
 }
 
-impl<'a> Names<'a, '_> {
+impl<'a> TensorNames<'a, '_> {
     /// The names under which a sent tensor is handed over. If the model has none of them, the
     /// tensor's own name, so that the comparison reports the difference.
     fn of(&self, sent: &'a str) -> std::vec::IntoIter<&'a str> {

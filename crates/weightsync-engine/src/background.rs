@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 use weightsync_core::{ModelId, Version};
 
 use self::handoff::ReceiverHandoff;
-use self::hold::{Entry, Held, Hold, Keep, enter};
-use self::model_lock::{Access, ModelLock, OwnedPermit, Permit};
+use self::hold::{ApplyStart, HeldModels, Hold, KeepModels, enter};
+use self::model_lock::{ModelAccess, ModelLock, ModelPermit, OwnedPermit};
 use self::thread::{Follower, can_follow};
 use crate::error::{Error, Result};
 use crate::load::WeightLoader;
@@ -136,7 +136,7 @@ impl Receiver {
         can_follow(&self)?;
         self.begin_into(&mut loaders(&mut models))?;
         let hold = Arc::new(Hold {
-            held: RwLock::new(Held {
+            held: RwLock::new(HeldModels {
                 models,
                 versions: self.versions().to_vec(),
                 run: self.run(),
@@ -144,7 +144,7 @@ impl Receiver {
             }),
             loaders: Box::new(loaders),
         });
-        let task = Keep {
+        let task = KeepModels {
             hold: hold.clone(),
             when,
             every: self.scheme().capabilities().every_version,
@@ -213,7 +213,7 @@ impl<M: Send + Sync + 'static> Background<M> {
     /// [`write`](Self::write).
     pub fn read(&self) -> Result<ModelGuard<'_, M>> {
         let handoff = self.follower.handoff()?;
-        let permit = Permit::take(handoff, Access::Shared, "Background::read", None)?;
+        let permit = ModelPermit::take(handoff, ModelAccess::Shared, "Background::read", None)?;
         match self.hold.held.read() {
             Ok(held) if held.whole => Ok(ModelGuard {
                 held,
@@ -275,7 +275,7 @@ impl<M: Send + Sync + 'static> Background<M> {
     /// guard.
     pub fn write(&self) -> Result<ModelGuardMut<'_, M>> {
         let handoff = self.follower.handoff()?;
-        let permit = Permit::take(handoff, Access::Alone, "Background::write", None)?;
+        let permit = ModelPermit::take(handoff, ModelAccess::Alone, "Background::write", None)?;
         match self.hold.held.write() {
             Ok(held) if held.whole => Ok(ModelGuardMut {
                 held,
@@ -299,7 +299,12 @@ impl<M: Send + Sync + 'static> Background<M> {
         call: impl FnOnce() -> std::result::Result<T, E>,
     ) -> Result<std::result::Result<T, E>> {
         let handoff = self.follower.handoff()?;
-        let _permit = Permit::take(handoff, Access::Alone, "Background::hand_over", timeout)?;
+        let _permit = ModelPermit::take(
+            handoff,
+            ModelAccess::Alone,
+            "Background::hand_over",
+            timeout,
+        )?;
         let done = call();
         if done.is_ok() {
             handoff.notify(|inner| inner.stop = true);
@@ -345,12 +350,12 @@ impl<M: Send + Sync + 'static> Background<M> {
         me: ThreadId,
     ) -> Result<Option<Vec<(ModelId, Version)>>> {
         handoff.borrow(|receiver| match enter(handoff, me, false) {
-            Entry::Applying(set) => {
+            ApplyStart::Applying(set) => {
                 let versions = set.versions();
                 self.hold.apply(handoff, me, receiver, set)?;
                 Ok(Some(versions))
             }
-            Entry::Nothing | Entry::Taken => Ok(None),
+            ApplyStart::Nothing | ApplyStart::Taken => Ok(None),
         })
     }
 
@@ -402,18 +407,18 @@ impl<M: Send + Sync + 'static> Background<M> {
         let found = loop {
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
             let found = handoff.wait(left, |inner| match enough(&inner.status) {
-                true => Some(Found::Enough),
+                true => Some(RoundEnd::Enough),
                 // After a hand-over nothing is applied here.
                 false if declared && !inner.stop && inner.shared.has_staged() => {
                     asked = true;
                     inner
                         .shared
                         .asks_for_staged(Instant::now())
-                        .then_some(Found::Staged)
+                        .then_some(RoundEnd::Staged)
                 }
                 false => None,
             });
-            if !matches!(found, Ok(Some(Found::Staged))) {
+            if !matches!(found, Ok(Some(RoundEnd::Staged))) {
                 break found;
             }
             match self.apply_staged(handoff, me) {
@@ -496,7 +501,7 @@ impl<M: Send + Sync + 'static> fmt::Debug for Background<M> {
 
 /// What ends one round of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Found {
+enum RoundEnd {
     /// The status is as wished.
     Enough,
     /// Something can be applied now.

@@ -7,7 +7,7 @@ use weightsync_core::{ModelId, Run, Version, WaitFor, WorkerId};
 
 use crate::background::BackgroundStatus;
 use crate::background::handoff::ReceiverHandoff;
-use crate::background::thread::{Follower, Task, Work, can_follow};
+use crate::background::thread::{Follower, RemainingWork, ThreadTask, can_follow};
 use crate::error::{Error, Result};
 use crate::extract::WeightExtractor;
 use crate::init_info::InitInfo;
@@ -152,7 +152,7 @@ impl Cascade {
     pub fn in_background(self) -> Result<CascadeInBackground> {
         can_follow(&self.receiver)?;
         let Self { receiver, passing } = self;
-        let shared = Shared {
+        let shared = ForwardState {
             last: None,
             passing: Some(passing),
         };
@@ -240,7 +240,7 @@ impl CascadeSetup {
 /// dropping does nothing.
 #[derive(Debug)]
 pub struct CascadeInBackground {
-    follower: Follower<Shared>,
+    follower: Follower<ForwardState>,
 }
 
 impl CascadeInBackground {
@@ -308,7 +308,7 @@ impl CascadeInBackground {
 
 /// The state that thread and worker share.
 #[derive(Debug, Default)]
-struct Shared {
+struct ForwardState {
     last: Option<Forwarded>,
     /// The other half, while the thread does not use it.
     passing: Option<Passing>,
@@ -316,20 +316,24 @@ struct Shared {
 
 struct PassOn;
 
-impl Task for PassOn {
-    type Shared = Shared;
+impl ThreadTask for PassOn {
+    type Shared = ForwardState;
 
-    fn work(&mut self, _: &ReceiverHandoff<Shared>, _: &mut Receiver) -> Result<Work> {
-        Ok(Work::Nothing)
+    fn work(
+        &mut self,
+        _: &ReceiverHandoff<ForwardState>,
+        _: &mut Receiver,
+    ) -> Result<RemainingWork> {
+        Ok(RemainingWork::Nothing)
     }
 
     fn arrived(
         &mut self,
-        handoff: &ReceiverHandoff<Shared>,
+        handoff: &ReceiverHandoff<ForwardState>,
         receiver: &mut Receiver,
         set: SetSnapshot,
     ) -> Result<()> {
-        let mut lent = Lent {
+        let mut lent = LentPassing {
             handoff,
             passing: handoff.lock().shared.passing.take(),
         };
@@ -357,12 +361,12 @@ impl Task for PassOn {
 }
 
 /// The half towards the sub-workers in the hands of the thread.
-struct Lent<'a> {
-    handoff: &'a ReceiverHandoff<Shared>,
+struct LentPassing<'a> {
+    handoff: &'a ReceiverHandoff<ForwardState>,
     passing: Option<Passing>,
 }
 
-impl Drop for Lent<'_> {
+impl Drop for LentPassing<'_> {
     fn drop(&mut self) {
         let passing = self.passing.take();
         self.handoff.update(|inner| inner.shared.passing = passing);

@@ -15,27 +15,27 @@ use crate::error::{Error, Result};
 /// takes the lock nor joins the thread.
 #[derive(Debug)]
 pub(crate) struct DigestThread {
-    inbox: Arc<Inbox>,
+    inbox: Arc<DigestInbox>,
     thread: Option<JoinHandle<()>>,
     /// The process that has the thread.
     owner: Origin,
 }
 
 #[derive(Debug, Default)]
-struct Inbox {
-    order: Mutex<Order>,
+struct DigestInbox {
+    order: Mutex<DigestState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Order {
+struct DigestState {
     next: BTreeMap<usize, Snapshot>,
     stop: bool,
 }
 
 impl DigestThread {
     pub(crate) fn start() -> Result<Self> {
-        let inbox = Arc::new(Inbox::default());
+        let inbox = Arc::new(DigestInbox::default());
         let thread = std::thread::Builder::new()
             .name("weightsync-digest".into())
             .spawn({
@@ -83,7 +83,7 @@ impl Drop for DigestThread {
     }
 }
 
-impl Inbox {
+impl DigestInbox {
     fn serve(&self) {
         loop {
             let mut order = self.order();
@@ -112,7 +112,7 @@ impl Inbox {
         }
     }
 
-    fn order(&self) -> MutexGuard<'_, Order> {
+    fn order(&self) -> MutexGuard<'_, DigestState> {
         // Single assignments: they hold after a panic.
         self.order.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -28,7 +28,7 @@ pub trait WeightExtractor {
     /// For the sources of this crate: nobody else can name what it takes, so
     /// nobody else can answer for tensors that are then not compared.
     #[doc(hidden)]
-    fn plain_bytes(&self, _: &Layout, _: Asked) -> Option<Vec<&[u8]>> {
+    fn plain_bytes(&self, _: &Layout, _: CrateOnly) -> Option<Vec<&[u8]>> {
         None
     }
 
@@ -64,7 +64,7 @@ pub trait WeightExtractor {
 /// Keeps [`WeightExtractor::plain_bytes`] to this crate, which does not export
 /// it.
 #[derive(Debug)]
-pub struct Asked(pub(crate) ());
+pub struct CrateOnly(pub(crate) ());
 
 /// One tensor on its way out.
 #[derive(Clone, Debug)]

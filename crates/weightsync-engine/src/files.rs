@@ -58,7 +58,7 @@ pub struct OpenDir(OwnedFd);
 
 /// What is directly in a directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Listed {
+pub struct ListedEntry {
     /// Its name.
     pub name: OsString,
     /// Whether it is a directory. A link to one is none.
@@ -210,7 +210,7 @@ impl OpenDir {
     /// # Errors
     ///
     /// Those of the system.
-    pub fn entries(&self) -> io::Result<Vec<Listed>> {
+    pub fn entries(&self) -> io::Result<Vec<ListedEntry>> {
         let mut entries = Vec::new();
         for entry in Dir::read_from(&self.0)? {
             let entry = entry?;
@@ -227,7 +227,7 @@ impl OpenDir {
                 },
                 kind => kind,
             };
-            entries.push(Listed {
+            entries.push(ListedEntry {
                 name: name.into(),
                 is_dir: kind == FileType::Directory,
                 is_file: kind == FileType::RegularFile,

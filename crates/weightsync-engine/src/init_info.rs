@@ -26,7 +26,7 @@ use crate::transport::Endpoint;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "Wire", into = "Wire")]
+#[serde(try_from = "WireInitInfo", into = "WireInitInfo")]
 pub struct InitInfo {
     /// The scheme's word and settings. It is looked up where it is used, so that
     /// an init info can be passed on by a process that does not know the scheme.
@@ -88,14 +88,14 @@ const FORMAT: u8 = 3;
 /// The serialised form.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Wire {
+struct WireInitInfo {
     format: u8,
     scheme: String,
     models: Vec<ModelId>,
     at: Endpoint,
 }
 
-impl From<InitInfo> for Wire {
+impl From<InitInfo> for WireInitInfo {
     fn from(info: InitInfo) -> Self {
         let InitInfo { scheme, models, at } = info;
         Self {
@@ -107,11 +107,11 @@ impl From<InitInfo> for Wire {
     }
 }
 
-impl TryFrom<Wire> for InitInfo {
+impl TryFrom<WireInitInfo> for InitInfo {
     type Error = Error;
 
-    fn try_from(wire: Wire) -> Result<Self> {
-        let Wire {
+    fn try_from(wire: WireInitInfo) -> Result<Self> {
+        let WireInitInfo {
             format,
             scheme,
             models,

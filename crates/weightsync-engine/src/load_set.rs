@@ -33,7 +33,7 @@ pub struct SetLoader<'a> {
 
 /// Why a load failed.
 #[derive(Debug)]
-pub(crate) struct Failure {
+pub(crate) struct LoadFailure {
     pub(crate) error: Error,
     /// Whether any model may have been written.
     pub(crate) touched: bool,
@@ -97,8 +97,8 @@ impl<'a> SetLoader<'a> {
         &mut self,
         set: &SetSnapshot,
         held: Option<&SetSnapshot>,
-    ) -> Result<(), Failure> {
-        let untouched = |error| Failure {
+    ) -> Result<(), LoadFailure> {
+        let untouched = |error| LoadFailure {
             error,
             touched: false,
         };
@@ -115,7 +115,7 @@ impl<'a> SetLoader<'a> {
         let owns = wanted.iter().map(|snapshot| self.compared(snapshot));
         let owns = owns.collect::<Result<Vec<_>>>().map_err(untouched)?;
         for (at, (snapshot, own)) in wanted.iter().zip(&owns).enumerate() {
-            let touched = |error| Failure {
+            let touched = |error| LoadFailure {
                 error,
                 // This one may be half written, or one before it whole.
                 touched: true,

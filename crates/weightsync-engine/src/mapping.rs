@@ -23,7 +23,7 @@ use weightsync_core::{Dtype, Layout};
 
 pub use self::dry_run::{DryRun, TensorOutcome};
 pub use self::pattern::Pattern;
-use self::plan::Plan;
+use self::plan::MappingPlan;
 pub use self::problem::Problem;
 pub use self::sides::{MappedExtractor, MappedLoader};
 use crate::extract::{WeightExtractor, is_float};
@@ -306,7 +306,7 @@ impl Mapping {
     /// [`MappingError::DoesNotFit`] names every rule and tensor that do not go
     /// together.
     pub fn layout(&self, source: &Layout) -> Result<Layout, MappingError> {
-        Plan::new(&self.rules, source).layout()
+        MappingPlan::new(&self.rules, source).layout()
     }
 
     /// What would happen to every tensor of `source`, and what would be missing

@@ -23,7 +23,7 @@ impl PendingSend {
         Self(Arc::new(Handle {
             versions: in_flight.versions.clone(),
             level,
-            state: Mutex::new(State {
+            state: Mutex::new(PendingState {
                 in_flight: Some(Arc::new(in_flight)),
                 settled: None,
             }),
@@ -87,11 +87,11 @@ impl PendingSend {
 pub(crate) struct Handle {
     versions: Vec<(ModelId, Version)>,
     level: WaitFor,
-    state: Mutex<State>,
+    state: Mutex<PendingState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct PendingState {
     /// None once the sender has shut down: it holds what is the sender's.
     in_flight: Option<Arc<InFlight>>,
     /// The last report that left nothing to wait for.
@@ -145,7 +145,7 @@ impl Handle {
         self.state().in_flight = None;
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, PendingState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -5,7 +5,7 @@ use weightsync_core::{Dtype, Layout, ModelId, TensorSpec};
 
 use crate::attributes::{Attributes, TiedOnce};
 use crate::error::{Error, Result};
-use crate::extract::{Asked, Extracted, TensorData, WeightExtractor};
+use crate::extract::{CrateOnly, Extracted, TensorData, WeightExtractor};
 use crate::snapshot::Snapshot;
 use crate::transport::Source;
 
@@ -53,7 +53,7 @@ pub(crate) fn whole(
             return take(&sources);
         }
         let ordered = in_order(prepared, tensors)?;
-        let ordered: Vec<_> = ordered.into_iter().map(Part::New).collect();
+        let ordered: Vec<_> = ordered.into_iter().map(NextTensor::New).collect();
         converted(prepared, &ordered, take)
     })
 }
@@ -68,12 +68,13 @@ pub(crate) fn partial(
 ) -> Result<Vec<String>> {
     let mut carried = Vec::new();
     once(prepared, weights, &mut |tensors| {
-        let kept = (0..prepared.layout.len()).map(|index| Part::Base(base.tensor_bytes(index)));
+        let kept =
+            (0..prepared.layout.len()).map(|index| NextTensor::Base(base.tensor_bytes(index)));
         let mut ordered: Vec<_> = kept.collect();
         for tensor in tensors {
             let (dtype, shape) = (tensor.data.dtype(), tensor.data.shape());
             let index = place(prepared, tensor.name, dtype, shape)?;
-            ordered[index] = Part::New(&tensor.data);
+            ordered[index] = NextTensor::New(&tensor.data);
         }
         if tensors.is_empty() {
             return Err(Error::EmptyUpdate {
@@ -113,7 +114,7 @@ pub(crate) fn check(
 
 /// One tensor of the next version.
 #[derive(Clone, Copy)]
-enum Part<'a, 'b> {
+enum NextTensor<'a, 'b> {
     /// From the source.
     New(&'a TensorData<'b>),
     /// As the version before has it.
@@ -158,7 +159,7 @@ fn known_bytes<'a>(
     prepared: &Prepared,
     weights: &'a dyn WeightExtractor,
 ) -> Option<Vec<Source<'a>>> {
-    let tensors = weights.plain_bytes(&prepared.layout, Asked(()))?;
+    let tensors = weights.plain_bytes(&prepared.layout, CrateOnly(()))?;
     Some(tensors.into_iter().map(Source::Bytes).collect())
 }
 
@@ -186,13 +187,17 @@ fn as_they_lie<'a>(prepared: &Prepared, tensors: &'a [Extracted<'_>]) -> Option<
 
 /// Hands over tensors of which some are to be cast, do not lie side by side in
 /// memory, or stay as they were.
-fn converted(prepared: &Prepared, ordered: &[Part<'_, '_>], take: &mut Take<'_>) -> Result<()> {
+fn converted(
+    prepared: &Prepared,
+    ordered: &[NextTensor<'_, '_>],
+    take: &mut Take<'_>,
+) -> Result<()> {
     let specs = prepared.layout.tensors();
     let pairs = ordered.iter().zip(specs);
     let fills = pairs.map(|(part, spec)| {
         move |place: &mut [u8]| match part {
-            Part::New(data) => data.write_into(place, spec.dtype),
-            Part::Base(bytes) => {
+            NextTensor::New(data) => data.write_into(place, spec.dtype),
+            NextTensor::Base(bytes) => {
                 place.copy_from_slice(bytes);
                 Ok(())
             }
@@ -201,8 +206,8 @@ fn converted(prepared: &Prepared, ordered: &[Part<'_, '_>], take: &mut Take<'_>)
     let fills: Vec<_> = fills.collect();
     let parts = ordered.iter().zip(&fills).zip(specs);
     let sources = parts.map(|((part, fill), spec)| match part {
-        Part::Base(bytes) => Source::Bytes(bytes),
-        Part::New(data) => match as_it_lies(data, spec.dtype) {
+        NextTensor::Base(bytes) => Source::Bytes(bytes),
+        NextTensor::New(data) => match as_it_lies(data, spec.dtype) {
             Some(bytes) => Source::Bytes(bytes),
             None => Source::Fill(fill),
         },

@@ -211,7 +211,7 @@ pub(crate) fn anonymous_run() -> Result<Run> {
 /// only grow: one that is then not used leaves a gap, which means nothing.
 pub(crate) fn next_run(dir: &Path, until: Option<Instant>) -> Result<Run> {
     let path = dir.join(EPOCH.name);
-    let Locked(file) = &mut locked(dir, EPOCH, until)?;
+    let LockedRunFile(file) = &mut locked(dir, EPOCH, until)?;
     let mut text = String::new();
     Read::by_ref(file)
         .take(MAX_EPOCH_FILE)
@@ -250,7 +250,7 @@ pub(crate) fn next_run(dir: &Path, until: Option<Instant>) -> Result<Run> {
 /// 32 random bytes that every process of the run directory shares.
 fn shared_bytes(dir: &Path) -> Result<[u8; 32]> {
     let path = dir.join(KEY.name);
-    let Locked(file) = &mut locked(dir, KEY, Instant::now().checked_add(KEY_WAIT))?;
+    let LockedRunFile(file) = &mut locked(dir, KEY, Instant::now().checked_add(KEY_WAIT))?;
     let mut bytes = Vec::new();
     Read::by_ref(file)
         .take(33)
@@ -274,20 +274,20 @@ fn shared_bytes(dir: &Path) -> Result<[u8; 32]> {
 
 /// A file of the run directory.
 #[derive(Clone, Copy)]
-struct Entry {
+struct RunFile {
     name: &'static str,
     /// What nobody else may do with it.
     closed: Mode,
 }
 
 /// Who reads the key can answer in the sender's place.
-const KEY: Entry = Entry {
+const KEY: RunFile = RunFile {
     name: "key",
     closed: Mode::RWXG.union(Mode::RWXO),
 };
 
 /// Who writes the epoch can fence the sender off.
-const EPOCH: Entry = Entry {
+const EPOCH: RunFile = RunFile {
     name: "epoch",
     closed: WRITABLE_BY_OTHERS,
 };
@@ -296,7 +296,7 @@ const WRITABLE_BY_OTHERS: Mode = Mode::WGRP.union(Mode::WOTH);
 
 /// Opens a file of the run directory, for this user alone, under a lock that
 /// ends with the file.
-fn locked(dir: &Path, entry: Entry, until: Option<Instant>) -> Result<Locked> {
+fn locked(dir: &Path, entry: RunFile, until: Option<Instant>) -> Result<LockedRunFile> {
     match DirBuilder::new().mode(0o700).create(dir) {
         Err(error) if error.kind() == ErrorKind::NotFound => {
             // A path with a typing error would lead its workers to nobody, for ever.
@@ -330,13 +330,13 @@ fn locked(dir: &Path, entry: Entry, until: Option<Instant>) -> Result<Locked> {
     .map_err(|errno| not_opened(&path, errno))?;
     check_owner(&file, &path, FileType::RegularFile, entry.closed, "600")?;
     lock(&file, &path, until)?;
-    Ok(Locked(file.into()))
+    Ok(LockedRunFile(file.into()))
 }
 
 /// A file under its lock.
-struct Locked(File);
+struct LockedRunFile(File);
 
-impl Drop for Locked {
+impl Drop for LockedRunFile {
     fn drop(&mut self) {
         // Closing would leave it to the copy of a child that was forked meanwhile.
         let _ = rustix::fs::flock(&self.0, FlockOperation::Unlock);

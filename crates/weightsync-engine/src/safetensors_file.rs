@@ -11,7 +11,7 @@ use weightsync_core::{Digest, Layout};
 use crate::error::{Error, Result};
 use crate::extract::{Extracted, TensorData, WeightExtractor};
 use crate::files;
-use crate::safetensors_format::{Header, Shard};
+use crate::safetensors_format::{SafetensorsHeader, Shard};
 use crate::snapshot::Snapshot;
 
 /// A safetensors file as a source of weights. Each tensor is read straight into
@@ -65,7 +65,8 @@ impl SafetensorsFile {
         };
         let about = file.metadata().map_err(|error| failed(error.into()))?;
         // It may have grown since: its length then is what counts.
-        let header = Header::read(about.len(), &mut |at, place| file.read_exact_at(place, at));
+        let header =
+            SafetensorsHeader::read(about.len(), &mut |at, place| file.read_exact_at(place, at));
         let header = header.map_err(failed)?;
         Ok(Self {
             path: path.into(),

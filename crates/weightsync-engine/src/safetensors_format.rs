@@ -15,7 +15,7 @@ const METADATA: &str = "__metadata__";
 
 /// What a header says.
 #[derive(Clone, Debug)]
-pub struct Header {
+pub struct SafetensorsHeader {
     /// The tensors, in the order of their places in the file.
     pub tensors: Vec<(String, Dtype, Vec<u64>)>,
     /// Where each begins in the file.
@@ -24,7 +24,7 @@ pub struct Header {
     pub metadata: HashMap<String, String>,
 }
 
-impl Header {
+impl SafetensorsHeader {
     /// Reads the header of a file of `bytes` bytes. `read_at` fills a buffer from an offset of the
     /// file.
     ///

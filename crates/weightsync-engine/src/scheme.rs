@@ -16,8 +16,8 @@ use weightsync_mem::Delivery;
 use self::settings::{Declared, Setting};
 use crate::error::{Error, Result};
 use crate::transport::{
-    Capabilities, Deadline, Endpoint, Joining, Memory, NoSync, Opening, ReceiverTransport, Scheme,
-    SenderTransport,
+    Capabilities, Deadline, Endpoint, Joining, LocalMemory, NoSync, Opening, ReceiverTransport,
+    Scheme, SenderTransport,
 };
 
 /// Shared memory: workers on this machine read the newest version in place.
@@ -417,15 +417,15 @@ impl Scheme for SharedMem {
     }
 
     fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
-        Memory::place(models, run_dir)
+        LocalMemory::place(models, run_dir)
     }
 
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
-        Memory::open(opening, Queue::Newest.bound())
+        LocalMemory::open(opening, Queue::Newest.bound())
     }
 
     fn ask_status(&self, at: &Endpoint, timeout: Duration) -> Result<SenderStatus> {
-        Memory::ask_status(at, timeout)
+        LocalMemory::ask_status(at, timeout)
     }
 
     fn join(
@@ -439,7 +439,7 @@ impl Scheme for SharedMem {
         } else {
             Delivery::Newest
         };
-        Memory::join(at, joining, (delivery, false), deadline)
+        LocalMemory::join(at, joining, (delivery, false), deadline)
     }
 }
 
@@ -461,15 +461,15 @@ impl Scheme for MultiProcess {
     }
 
     fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
-        Memory::place(models, run_dir)
+        LocalMemory::place(models, run_dir)
     }
 
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
-        Memory::open(opening, self.queue.bound())
+        LocalMemory::open(opening, self.queue.bound())
     }
 
     fn ask_status(&self, at: &Endpoint, timeout: Duration) -> Result<SenderStatus> {
-        Memory::ask_status(at, timeout)
+        LocalMemory::ask_status(at, timeout)
     }
 
     fn join(
@@ -482,7 +482,7 @@ impl Scheme for MultiProcess {
             Queue::Newest => Delivery::Newest,
             Queue::Every { bound } => Delivery::Every { bound },
         };
-        Memory::join(at, joining, (delivery, self.own_copy), deadline)
+        LocalMemory::join(at, joining, (delivery, self.own_copy), deadline)
     }
 }
 

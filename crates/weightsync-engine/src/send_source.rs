@@ -4,7 +4,7 @@
 use crate::error::{Error, Result, place_of};
 use crate::extract::WeightExtractor;
 use crate::models::ModelTree;
-use crate::setup::Model;
+use crate::setup::SetupModel;
 
 /// A source that can be sent: anything that is a [`WeightExtractor`], a [`Set`] of them,
 /// or [`Registered`].
@@ -132,7 +132,7 @@ pub(crate) type Resolved<'a> = Vec<(usize, &'a dyn WeightExtractor)>;
 pub(crate) fn resolve<'a>(
     members: Members<'a>,
     named: Option<&str>,
-    models: &'a [Model],
+    models: &'a [SetupModel],
 ) -> Result<Resolved<'a>> {
     let known = models.iter().map(|model| &model.prepared.id);
     let index_of = |id: &str| place_of(id, known.clone());

@@ -68,11 +68,11 @@ pub struct Session {
     /// What a worker needs, once a sender was set up, here or where the session
     /// came from.
     info: Option<InitInfo>,
-    state: State,
+    state: SessionState,
 }
 
 /// Where in its lifecycle a session is.
-enum State {
+enum SessionState {
     Idle,
     PreparedSender(Box<SenderSetup>),
     /// Workers join, and not all that were expected have.
@@ -91,7 +91,7 @@ impl Session {
             scheme: scheme.to_string(),
             chosen: Some(scheme),
             info: None,
-            state: State::Idle,
+            state: SessionState::Idle,
         }
     }
 
@@ -101,7 +101,7 @@ impl Session {
             scheme: info.scheme().to_owned(),
             chosen: None,
             info: Some(info),
-            state: State::Idle,
+            state: SessionState::Idle,
         }
     }
 
@@ -125,11 +125,11 @@ impl Session {
     /// those of [`SenderSetup::new`] and [`SenderSetup::scheme`].
     pub fn init_on_sender(&mut self, model: &str, source: &dyn WeightExtractor) -> Result<()> {
         let setup = match &self.state {
-            State::PreparedSender(setup) if !setup.has(model) => {
+            SessionState::PreparedSender(setup) if !setup.has(model) => {
                 (**setup).clone().add_model(model, source)?
             }
-            State::PreparedSender(setup) => (**setup).clone().replacing(model, source)?,
-            State::Idle | State::Closed => {
+            SessionState::PreparedSender(setup) => (**setup).clone().replacing(model, source)?,
+            SessionState::Idle | SessionState::Closed => {
                 SenderSetup::new(model, source)?.scheme(self.chosen_or_known()?)?
             }
             state => return Err(state.wrong("init_on_sender")),
@@ -144,13 +144,13 @@ impl Session {
     /// [`Error::WrongOrder`] once connected.
     pub fn prepare_sender(&mut self, setup: SenderSetup) -> Result<()> {
         match &self.state {
-            State::Idle | State::Closed | State::PreparedSender(_) => {}
+            SessionState::Idle | SessionState::Closed | SessionState::PreparedSender(_) => {}
             state => return Err(state.wrong("init_on_sender")),
         }
         self.scheme = setup.scheme.to_string();
         self.chosen = Some(setup.scheme.clone());
         self.info = Some(setup.init_info());
-        self.state = State::PreparedSender(Box::new(setup));
+        self.state = SessionState::PreparedSender(Box::new(setup));
         Ok(())
     }
 
@@ -177,11 +177,11 @@ impl Session {
     /// [`Error::WrongOrder`] once connected.
     pub fn prepare_receiver(&mut self, setup: ReceiverSetup) -> Result<()> {
         match &self.state {
-            State::Idle | State::Closed | State::PreparedReceiver(_) => {}
+            SessionState::Idle | SessionState::Closed | SessionState::PreparedReceiver(_) => {}
             state => return Err(state.wrong("init_on_receiver")),
         }
         self.info = Some(setup.info().clone());
-        self.state = State::PreparedReceiver(Box::new(setup));
+        self.state = SessionState::PreparedReceiver(Box::new(setup));
         Ok(())
     }
 
@@ -220,25 +220,25 @@ impl Session {
         let since = Instant::now();
         let until = deadline(timeout);
         match &self.state {
-            State::PreparedSender(setup) => {
+            SessionState::PreparedSender(setup) => {
                 let setup = (**setup).clone();
                 let sender = match first {
                     Some(version) => setup.open_at(weights, version, timeout),
                     None => setup.open(weights, timeout),
                 }?;
-                self.state = State::Opened(Box::new(sender));
+                self.state = SessionState::Opened(Box::new(sender));
             }
-            State::Opened(sender) => sender.check(weights.members())?,
+            SessionState::Opened(sender) => sender.check(weights.members())?,
             state => return Err(state.wrong("connect_sender")),
         }
-        match std::mem::replace(&mut self.state, State::Closed) {
-            State::Opened(mut sender) => {
+        match std::mem::replace(&mut self.state, SessionState::Closed) {
+            SessionState::Opened(mut sender) => {
                 let connected = sender.wait_until(&expect, since, until);
                 // The sender stays open if workers are missing, so that this can be called again:
                 // the workers that have joined are kept.
                 self.state = match connected {
-                    Ok(()) => State::Sending(sender),
-                    Err(_) => State::Opened(sender),
+                    Ok(()) => SessionState::Sending(sender),
+                    Err(_) => SessionState::Opened(sender),
                 };
                 connected
             }
@@ -253,11 +253,11 @@ impl Session {
     ///
     /// [`Error::WrongOrder`], and those of [`ReceiverSetup::connect`].
     pub fn connect_receiver(&mut self, timeout: Option<Duration>) -> Result<()> {
-        let State::PreparedReceiver(setup) = &self.state else {
+        let SessionState::PreparedReceiver(setup) = &self.state else {
             return Err(self.state.wrong("connect_receiver"));
         };
         let receiver = (**setup).clone().connect(timeout)?;
-        self.state = State::Receiving(Box::new(receiver));
+        self.state = SessionState::Receiving(Box::new(receiver));
         Ok(())
     }
 
@@ -272,11 +272,11 @@ impl Session {
         models: &mut SetLoader<'_>,
         timeout: Option<Duration>,
     ) -> Result<()> {
-        let State::PreparedReceiver(setup) = &self.state else {
+        let SessionState::PreparedReceiver(setup) = &self.state else {
             return Err(self.state.wrong("connect_receiver"));
         };
         let receiver = (**setup).clone().connect_set_into(models, timeout)?;
-        self.state = State::Receiving(Box::new(receiver));
+        self.state = SessionState::Receiving(Box::new(receiver));
         Ok(())
     }
 
@@ -288,12 +288,12 @@ impl Session {
     ///
     /// [`Error::WrongOrder`], and those of [`ReceiverSetup::join`].
     pub fn join_receiver(&mut self, timeout: Option<Duration>) -> Result<Option<SetSnapshot>> {
-        let State::PreparedReceiver(setup) = &self.state else {
+        let SessionState::PreparedReceiver(setup) = &self.state else {
             return Err(self.state.wrong("connect_receiver"));
         };
         let joined = (**setup).clone().join(timeout)?;
         let first = joined.first().cloned();
-        self.state = State::Joined(Box::new(joined));
+        self.state = SessionState::Joined(Box::new(joined));
         Ok(first)
     }
 
@@ -304,9 +304,9 @@ impl Session {
     ///
     /// [`Error::WrongOrder`], and those of [`Joined::load`].
     pub fn load_joined(&mut self, models: &mut SetLoader<'_>) -> Result<()> {
-        match std::mem::replace(&mut self.state, State::Closed) {
-            State::Joined(joined) => {
-                self.state = State::Receiving(Box::new(joined.load(models)?));
+        match std::mem::replace(&mut self.state, SessionState::Closed) {
+            SessionState::Joined(joined) => {
+                self.state = SessionState::Receiving(Box::new(joined.load(models)?));
                 Ok(())
             }
             other => {
@@ -323,9 +323,9 @@ impl Session {
     ///
     /// [`Error::WrongOrder`].
     pub fn take_receiver(&mut self) -> Result<Receiver> {
-        match std::mem::replace(&mut self.state, State::Closed) {
-            State::Receiving(receiver) => Ok(*receiver),
-            State::Joined(joined) => Ok(joined.receiver),
+        match std::mem::replace(&mut self.state, SessionState::Closed) {
+            SessionState::Receiving(receiver) => Ok(*receiver),
+            SessionState::Joined(joined) => Ok(joined.receiver),
             other => {
                 self.state = other;
                 Err(self.state.wrong("take_receiver"))
@@ -335,7 +335,7 @@ impl Session {
 
     /// The same as [`state`](Self::state); of a sender that sends, what and to how many.
     pub fn summary(&self) -> String {
-        let State::Sending(sender) = &self.state else {
+        let SessionState::Sending(sender) = &self.state else {
             return self.state().into();
         };
         let newest: Vec<_> = sender
@@ -350,14 +350,14 @@ impl Session {
     /// Where the session is in its lifecycle, in a word or two.
     pub fn state(&self) -> &'static str {
         match self.state {
-            State::Idle => "idle",
-            State::PreparedSender(_) => "prepared to send",
-            State::Opened(_) => "waiting for workers",
-            State::Sending(_) => "sending",
-            State::PreparedReceiver(_) => "prepared to receive",
-            State::Joined(_) => "joined",
-            State::Receiving(_) => "receiving",
-            State::Closed => "closed",
+            SessionState::Idle => "idle",
+            SessionState::PreparedSender(_) => "prepared to send",
+            SessionState::Opened(_) => "waiting for workers",
+            SessionState::Sending(_) => "sending",
+            SessionState::PreparedReceiver(_) => "prepared to receive",
+            SessionState::Joined(_) => "joined",
+            SessionState::Receiving(_) => "receiving",
+            SessionState::Closed => "closed",
         }
     }
 
@@ -377,7 +377,7 @@ impl Session {
     /// [`Error::WrongOrder`].
     pub fn receiver(&mut self) -> Result<&mut Receiver> {
         match &mut self.state {
-            State::Receiving(receiver) => Ok(receiver),
+            SessionState::Receiving(receiver) => Ok(receiver),
             state => Err(state.wrong("receive")),
         }
     }
@@ -411,16 +411,18 @@ impl Session {
     /// Shuts down the sender or the receiver, and leaves nothing behind. A second call does
     /// nothing.
     pub fn shutdown(&mut self) {
-        if let State::PreparedSender(setup) = std::mem::replace(&mut self.state, State::Closed) {
+        if let SessionState::PreparedSender(setup) =
+            std::mem::replace(&mut self.state, SessionState::Closed)
+        {
             setup.give_up();
         }
     }
 
     /// Shuts down a worker that has failed, with the reason: see [`Receiver::fail`].
     pub fn fail(&mut self, reason: &str) {
-        match std::mem::replace(&mut self.state, State::Closed) {
-            State::Joined(joined) => joined.fail(reason),
-            State::Receiving(receiver) => receiver.fail(reason),
+        match std::mem::replace(&mut self.state, SessionState::Closed) {
+            SessionState::Joined(joined) => joined.fail(reason),
+            SessionState::Receiving(receiver) => receiver.fail(reason),
             state => {
                 self.state = state;
                 self.shutdown();
@@ -437,13 +439,13 @@ impl Session {
 
     fn sending(&mut self, call: &'static str) -> Result<&mut Sender> {
         match &mut self.state {
-            State::Sending(sender) => Ok(sender),
+            SessionState::Sending(sender) => Ok(sender),
             state => Err(state.wrong(call)),
         }
     }
 }
 
-impl State {
+impl SessionState {
     /// The error for a call that this state does not allow.
     fn wrong(&self, call: &'static str) -> Error {
         let of_sender = matches!(
@@ -492,7 +494,7 @@ impl State {
     }
 }
 
-impl fmt::Debug for State {
+impl fmt::Debug for SessionState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Idle => "Idle",
@@ -510,7 +512,7 @@ impl fmt::Debug for State {
 /// The serialised form.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Wire {
+struct WireSession {
     scheme: String,
     info: Option<InitInfo>,
 }
@@ -521,7 +523,7 @@ impl Serialize for Session {
             Some(scheme) => scheme.text().map_err(ser::Error::custom)?,
             None => self.scheme.clone(),
         };
-        let wire = Wire {
+        let wire = WireSession {
             scheme,
             info: self.info.clone(),
         };
@@ -531,7 +533,7 @@ impl Serialize for Session {
 
 impl<'de> Deserialize<'de> for Session {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        let Wire { scheme, info } = Wire::deserialize(deserializer)?;
+        let WireSession { scheme, info } = WireSession::deserialize(deserializer)?;
         if scheme.is_empty() || scheme.len() > MAX_TEXT {
             let len = scheme.len();
             let words = format!("a scheme of {len} bytes, expected 1 to {MAX_TEXT}");
@@ -541,7 +543,7 @@ impl<'de> Deserialize<'de> for Session {
             scheme,
             chosen: None,
             info,
-            state: State::Idle,
+            state: SessionState::Idle,
         })
     }
 }

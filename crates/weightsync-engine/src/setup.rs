@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use weightsync_core::{Dtype, Layout, ModelId, Version, WaitFor, WorkerId};
 use weightsync_mem::{CopyOptions, WaitStyle};
 
-pub(crate) use self::model::Model;
+pub(crate) use self::model::SetupModel;
 use crate::error::{Error, Result, place_of};
 use crate::extract::WeightExtractor;
 use crate::init_info::InitInfo;
@@ -115,7 +115,7 @@ type Source = Arc<dyn WeightExtractor + Send + Sync>;
 /// ```
 #[derive(Clone)]
 pub struct SenderSetup {
-    pub(crate) models: Vec<Model>,
+    pub(crate) models: Vec<SetupModel>,
     pub(crate) scheme: AnyScheme,
     at: Endpoint,
     run_dir: Option<PathBuf>,
@@ -135,7 +135,7 @@ impl SenderSetup {
     /// If the model's name is empty or longer than 255 bytes, or the source has
     /// tensors that no layout can have.
     pub fn new(model: &str, source: &dyn WeightExtractor) -> Result<Self> {
-        Self::of(vec![Model::new(model, source)?])
+        Self::of(vec![SetupModel::new(model, source)?])
     }
 
     /// Sets a sender up for models that a worker receives, to pass them on.
@@ -146,11 +146,11 @@ impl SenderSetup {
     pub(crate) fn passing_on(models: &[ModelSpec]) -> Result<Self> {
         match models {
             [] => Err(Error::EmptySet),
-            _ => Self::of(models.iter().cloned().map(Model::passed_on).collect()),
+            _ => Self::of(models.iter().cloned().map(SetupModel::passed_on).collect()),
         }
     }
 
-    fn of(models: Vec<Model>) -> Result<Self> {
+    fn of(models: Vec<SetupModel>) -> Result<Self> {
         let scheme = AnyScheme::default();
         let ids: Vec<_> = models
             .iter()
@@ -176,7 +176,7 @@ impl SenderSetup {
     ///
     /// As [`new`](Self::new), and [`Error::SameModelTwice`].
     pub fn add_model(mut self, model: &str, source: &dyn WeightExtractor) -> Result<Self> {
-        let model = Model::new(model, source)?.cast(self.cast)?;
+        let model = SetupModel::new(model, source)?.cast(self.cast)?;
         let id = &model.prepared.id;
         if self.models.iter().any(|other| other.prepared.id == *id) {
             return Err(Error::SameModelTwice { model: id.clone() });
@@ -448,7 +448,7 @@ impl SenderSetup {
             Some(dir) => run_dir::next_run(dir, until)?,
             None => run_dir::anonymous_run()?,
         };
-        let specs: Vec<_> = self.models.iter().map(Model::spec).collect();
+        let specs: Vec<_> = self.models.iter().map(SetupModel::spec).collect();
         let scheme = self.scheme.to_string();
         let history = Arc::new(SendHistory::new(&scheme, self.at.address(), &specs));
         let transport = self.scheme.scheme().open(&Opening {
@@ -492,7 +492,7 @@ impl SenderSetup {
 
     /// Replaces a model's source. All other settings stay.
     pub(crate) fn replacing(mut self, model: &str, source: &dyn WeightExtractor) -> Result<Self> {
-        let mut new = Model::new(model, source)?.cast(self.cast)?;
+        let mut new = SetupModel::new(model, source)?.cast(self.cast)?;
         for old in &mut self.models {
             if old.prepared.id == new.prepared.id {
                 new.source = old.source.take();
@@ -515,7 +515,7 @@ impl SenderSetup {
             .any(|one| one.prepared.id.as_str() == model)
     }
 
-    pub(crate) fn only_model(&self) -> Result<&Model> {
+    pub(crate) fn only_model(&self) -> Result<&SetupModel> {
         match &self.models[..] {
             [one] => Ok(one),
             _ => Err(Error::SeveralModels { known: self.ids() }),

@@ -7,7 +7,7 @@ use weightsync_core::Layout;
 
 use crate::attributes::Attributes;
 use crate::error::{Error, Result};
-use crate::extract::{Asked, Extracted, WeightExtractor};
+use crate::extract::{CrateOnly, Extracted, WeightExtractor};
 use crate::load::{TensorView, WeightLoader};
 use crate::snapshot::Snapshot;
 
@@ -20,7 +20,7 @@ macro_rules! pass_on_extraction {
                 (**self).layout()
             }
 
-            fn plain_bytes(&self, layout: &Layout, asked: Asked) -> Option<Vec<&[u8]>> {
+            fn plain_bytes(&self, layout: &Layout, asked: CrateOnly) -> Option<Vec<&[u8]>> {
                 (**self).plain_bytes(layout, asked)
             }
 

@@ -9,7 +9,7 @@ use weightsync_core::{Digest, Layout, ModelId, Run, TensorRef, Version};
 
 use crate::attributes::Attributes;
 use crate::error::{Error, Result};
-use crate::extract::{Asked, Extracted, TensorData, WeightExtractor};
+use crate::extract::{CrateOnly, Extracted, TensorData, WeightExtractor};
 use crate::load::{TensorView, WeightLoader};
 use crate::load_set::SetLoader;
 use crate::mapping::Mapping;
@@ -33,12 +33,12 @@ pub use self::private::{PrivateView, Written};
 pub struct Snapshot {
     model: ModelId,
     attributes: Arc<Attributes>,
-    held: Held,
+    held: SnapshotMemory,
 }
 
 /// Where the bytes of a snapshot are.
 #[derive(Clone, Debug)]
-enum Held {
+enum SnapshotMemory {
     /// In a slot of shared memory.
     Slot(weightsync_mem::Snapshot),
     /// In this process.
@@ -71,7 +71,7 @@ impl Snapshot {
         Ok(Self {
             model: model.id.clone(),
             attributes: Arc::new(model.attributes.clone()),
-            held: Held::Own(Arc::new(Own {
+            held: SnapshotMemory::Own(Arc::new(Own {
                 image,
                 run,
                 version,
@@ -116,7 +116,7 @@ impl Snapshot {
 
     /// Whether it lies in a slot of shared memory, which its writer needs back.
     pub fn holds_slot(&self) -> bool {
-        matches!(self.held, Held::Slot(_))
+        matches!(self.held, SnapshotMemory::Slot(_))
     }
 
     /// The same, with the digest that the sender made and the transport has
@@ -135,14 +135,14 @@ impl Snapshot {
         Self {
             model,
             attributes,
-            held: Held::Slot(slot),
+            held: SnapshotMemory::Slot(slot),
         }
     }
 
     /// A copy in the memory of this process. Once the original is dropped, the copy takes none of
     /// the sender's slots.
     pub fn to_owned_copy(&self) -> Self {
-        let Held::Slot(slot) = &self.held else {
+        let SnapshotMemory::Slot(slot) = &self.held else {
             return self.clone();
         };
         let image = Image::from_bytes(slot.layout(), slot.bytes());
@@ -150,7 +150,7 @@ impl Snapshot {
         let copy = Self {
             model: self.model.clone(),
             attributes: self.attributes.clone(),
-            held: Held::Own(Arc::new(Own {
+            held: SnapshotMemory::Own(Arc::new(Own {
                 image,
                 run: slot.run(),
                 version: slot.version(),
@@ -179,18 +179,18 @@ impl Snapshot {
     /// Whether the bytes are in the memory of this process alone, as in a
     /// [copy](Self::to_owned_copy). A forked child has such a snapshot, too.
     pub fn is_owned(&self) -> bool {
-        matches!(self.held, Held::Own(_))
+        matches!(self.held, SnapshotMemory::Own(_))
     }
 
     /// A copy of another version of the same model: in the memory of this one, if
     /// it is a copy that nobody else holds.
     pub(crate) fn replaced_by(mut self, lent: &Self) -> Self {
-        let Held::Slot(slot) = &lent.held else {
+        let SnapshotMemory::Slot(slot) = &lent.held else {
             return lent.clone();
         };
         let own = match &mut self.held {
-            Held::Own(own) => Arc::get_mut(own),
-            Held::Slot(_) => None,
+            SnapshotMemory::Own(own) => Arc::get_mut(own),
+            SnapshotMemory::Slot(_) => None,
         };
         let Some(own) = own.filter(|own| own.image.layout() == slot.layout()) else {
             return lent.to_owned_copy();
@@ -217,7 +217,7 @@ impl Snapshot {
 
     /// Whether it is a copy that nobody else holds.
     pub(crate) fn is_alone(&self) -> bool {
-        matches!(&self.held, Held::Own(own) if Arc::strong_count(own) == 1)
+        matches!(&self.held, SnapshotMemory::Own(own) if Arc::strong_count(own) == 1)
     }
 
     /// The model.
@@ -228,16 +228,16 @@ impl Snapshot {
     /// The version's number in its run.
     pub fn version(&self) -> Version {
         match &self.held {
-            Held::Slot(slot) => slot.version(),
-            Held::Own(own) => own.version,
+            SnapshotMemory::Slot(slot) => slot.version(),
+            SnapshotMemory::Own(own) => own.version,
         }
     }
 
     /// The run of the version.
     pub fn run(&self) -> Run {
         match &self.held {
-            Held::Slot(slot) => slot.run(),
-            Held::Own(own) => own.run,
+            SnapshotMemory::Slot(slot) => slot.run(),
+            SnapshotMemory::Own(own) => own.run,
         }
     }
 
@@ -245,8 +245,8 @@ impl Snapshot {
     /// one of them.
     pub fn layout(&self) -> &Layout {
         match &self.held {
-            Held::Slot(slot) => slot.layout(),
-            Held::Own(own) => own.image.layout(),
+            SnapshotMemory::Slot(slot) => slot.layout(),
+            SnapshotMemory::Own(own) => own.image.layout(),
         }
     }
 
@@ -288,8 +288,8 @@ impl Snapshot {
     /// that is not this crate's sends them.
     pub fn bytes(&self) -> &[u8] {
         match &self.held {
-            Held::Slot(slot) => slot.bytes(),
-            Held::Own(own) => own.image.bytes(),
+            SnapshotMemory::Slot(slot) => slot.bytes(),
+            SnapshotMemory::Own(own) => own.image.bytes(),
         }
     }
 
@@ -297,16 +297,16 @@ impl Snapshot {
     /// `None` if somebody does, or it lies in shared memory.
     pub fn into_image(self) -> Option<Image> {
         match self.held {
-            Held::Slot(_) => None,
-            Held::Own(own) => Arc::into_inner(own).map(|own| own.image),
+            SnapshotMemory::Slot(_) => None,
+            SnapshotMemory::Own(own) => Arc::into_inner(own).map(|own| own.image),
         }
     }
 
     /// The digest of the bytes as this process sees them: one pass over them.
     pub fn digest(&self) -> Digest {
         match &self.held {
-            Held::Slot(slot) => slot.digest(),
-            Held::Own(own) => {
+            SnapshotMemory::Slot(slot) => slot.digest(),
+            SnapshotMemory::Own(own) => {
                 let digest = Digest::of(own.image.layout(), own.image.bytes());
                 digest.unwrap_or_else(|_| unreachable!("an image has its layout's length"))
             }
@@ -317,8 +317,8 @@ impl Snapshot {
     /// [`SenderSetup::digest`](crate::SenderSetup::digest)).
     pub fn published_digest(&self) -> Option<Digest> {
         match &self.held {
-            Held::Slot(slot) => slot.published_digest(),
-            Held::Own(own) => own.published.get().copied(),
+            SnapshotMemory::Slot(slot) => slot.published_digest(),
+            SnapshotMemory::Own(own) => own.published.get().copied(),
         }
     }
 
@@ -330,8 +330,8 @@ impl Snapshot {
     /// Naming the first chunk that differs.
     pub fn verify_checksums(&self) -> Result<bool> {
         match &self.held {
-            Held::Slot(slot) => Ok(slot.verify_checksums()?),
-            Held::Own(_) => Ok(false),
+            SnapshotMemory::Slot(slot) => Ok(slot.verify_checksums()?),
+            SnapshotMemory::Own(_) => Ok(false),
         }
     }
 
@@ -359,10 +359,10 @@ impl Snapshot {
     /// Stores a digest where workers find it, if this is the sender's own view.
     pub(crate) fn publish_digest(&self, digest: Digest) {
         match &self.held {
-            Held::Slot(slot) => {
+            SnapshotMemory::Slot(slot) => {
                 slot.publish_digest(digest);
             }
-            Held::Own(own) => {
+            SnapshotMemory::Own(own) => {
                 let _ = own.published.set(digest);
             }
         }
@@ -370,8 +370,8 @@ impl Snapshot {
 
     pub(crate) fn tensor_bytes(&self, index: usize) -> &[u8] {
         match &self.held {
-            Held::Slot(slot) => slot.tensor_bytes(index),
-            Held::Own(own) => own.image.tensor(index),
+            SnapshotMemory::Slot(slot) => slot.tensor_bytes(index),
+            SnapshotMemory::Own(own) => own.image.tensor(index),
         }
     }
 
@@ -392,7 +392,7 @@ impl WeightExtractor for Snapshot {
         self.attributes.model_layout(Self::layout(self))
     }
 
-    fn plain_bytes(&self, expected: &Layout, _: Asked) -> Option<Vec<&[u8]>> {
+    fn plain_bytes(&self, expected: &Layout, _: CrateOnly) -> Option<Vec<&[u8]>> {
         let layout = Self::layout(self);
         (layout == expected).then(|| {
             (0..layout.len())

@@ -9,7 +9,7 @@ use weightsync_core::{Dtype, Layout, TensorRef};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::error::{Error, Result};
-use crate::extract::{Asked, Extracted, TensorData, WeightExtractor};
+use crate::extract::{CrateOnly, Extracted, TensorData, WeightExtractor};
 use crate::load::{TensorView, WeightLoader};
 
 /// A Rust type that is the element of a dtype.
@@ -44,7 +44,7 @@ elements! {
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct Tensors {
-    tensors: Vec<(String, Tensor)>,
+    tensors: Vec<(String, OwnedTensor)>,
     index: HashMap<String, usize>,
     /// Made when it is first asked for, forgotten when a tensor is put.
     layout: OnceLock<Layout>,
@@ -53,14 +53,14 @@ pub struct Tensors {
 /// One of them. The bytes are kept in 64-bit words, so that they are aligned
 /// for every element type.
 #[derive(Clone, Debug)]
-pub(crate) struct Tensor {
+pub(crate) struct OwnedTensor {
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<u64>,
     words: Vec<u64>,
     len: usize,
 }
 
-impl Tensor {
+impl OwnedTensor {
     /// Zeros of exactly this many bytes.
     pub(crate) fn zeros(dtype: Dtype, shape: Vec<u64>, len: usize) -> Self {
         Self {
@@ -111,7 +111,7 @@ impl Tensors {
         let mut tensors = Self::new();
         for spec in layout.tensors() {
             let len = spec.range.len as usize;
-            let tensor = Tensor::zeros(spec.dtype, spec.shape.clone(), len);
+            let tensor = OwnedTensor::zeros(spec.dtype, spec.shape.clone(), len);
             tensors.put(&spec.name, tensor);
         }
         tensors
@@ -144,7 +144,7 @@ impl Tensors {
         shape: impl Into<Vec<u64>>,
         bytes: &[u8],
     ) -> Result<()> {
-        let tensor = Tensor::new(name, dtype, shape.into(), bytes)?;
+        let tensor = OwnedTensor::new(name, dtype, shape.into(), bytes)?;
         self.put(name, tensor);
         Ok(())
     }
@@ -212,11 +212,11 @@ impl Tensors {
         Ok(elements.unwrap_or_else(|_| unreachable!("words are aligned and lengths whole")))
     }
 
-    pub(crate) fn into_parts(self) -> Vec<(String, Tensor)> {
+    pub(crate) fn into_parts(self) -> Vec<(String, OwnedTensor)> {
         self.tensors
     }
 
-    fn put(&mut self, name: &str, tensor: Tensor) {
+    fn put(&mut self, name: &str, tensor: OwnedTensor) {
         self.layout.take();
         match self.index.get(name) {
             Some(&index) => self.tensors[index].1 = tensor,
@@ -247,7 +247,7 @@ impl WeightExtractor for Tensors {
         Ok(self.layout.get_or_init(|| layout).clone())
     }
 
-    fn plain_bytes(&self, expected: &Layout, _: Asked) -> Option<Vec<&[u8]>> {
+    fn plain_bytes(&self, expected: &Layout, _: CrateOnly) -> Option<Vec<&[u8]>> {
         let own = self.layout.get()?;
         (own == expected).then(|| {
             self.tensors

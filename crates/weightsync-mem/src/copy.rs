@@ -7,7 +7,7 @@ use weightsync_core::{Layout, TensorSpec};
 use weightsync_simd::{Copier, Crc64};
 
 use crate::error::Error;
-use crate::map::Mapping;
+use crate::map::MemoryMap;
 use crate::spans::{CHECKSUM_BLOCK, SlotShape, Span, Spans};
 
 /// Where one tensor's bytes come from.
@@ -21,7 +21,7 @@ pub enum Source<'a> {
 /// Writes all of one tensor's bytes, or returns why it cannot.
 pub type Fill<'a> = dyn Fn(&mut [u8]) -> Result<(), BoxedError> + Sync + 'a;
 
-/// Any error of a source, passed on by a [`Staging`](crate::Staging).
+/// Any error of a source, passed on by a [`StagingSlots`](crate::StagingSlots).
 pub type BoxedError = Box<dyn std::error::Error + Send + Sync>;
 
 impl std::fmt::Debug for Source<'_> {
@@ -33,7 +33,7 @@ impl std::fmt::Debug for Source<'_> {
     }
 }
 
-/// How [`Staging::write`](crate::Staging::write) copies.
+/// How [`StagingSlots::write`](crate::StagingSlots::write) copies.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CopyOptions {
     /// The number of copying threads, including this one; 0 chooses as many as pay, from the bytes
@@ -59,7 +59,7 @@ pub struct CopyOptions {
 ///
 /// If there is not one source per tensor, or one has another length than its tensor.
 pub(crate) unsafe fn write_image(
-    map: &Mapping,
+    map: &MemoryMap,
     layout: &Layout,
     spans: &Spans,
     sources: &[Source<'_>],
@@ -76,7 +76,7 @@ pub(crate) unsafe fn write_image(
         false => (spans.joined(), 0),
     };
     let mut sums = vec![0; blocks];
-    let image = Image {
+    let image = SlotImage {
         start: map.as_ptr(),
         layout,
         sources,
@@ -225,7 +225,7 @@ fn zeros(crc: &mut Crc64, count: usize) {
 }
 
 /// The slot being written, shared by the copying threads.
-struct Image<'a> {
+struct SlotImage<'a> {
     start: *mut u8,
     bytes: usize,
     layout: &'a Layout,
@@ -234,9 +234,9 @@ struct Image<'a> {
 
 // SAFETY: each thread writes the spans it was given and no others (`cut`), and
 // the slot outlives the scope in which they run.
-unsafe impl Sync for Image<'_> {}
+unsafe impl Sync for SlotImage<'_> {}
 
-impl Image<'_> {
+impl SlotImage<'_> {
     /// Writes these spans and, if there is room for them, the checksums of their blocks, from block
     /// `first` on.
     fn write(&self, spans: &[Span], (first, sums): (usize, &mut [u64])) -> Result<(), Error> {

@@ -30,7 +30,7 @@ impl Origin {
     /// The identity is kept in a page that a fork wipes (`MADV_WIPEONFORK`, Linux 4.14), so that
     /// the kernel is asked once per process. Without that, the process's number is used.
     pub fn here() -> Self {
-        static PAGE: OnceLock<Option<&'static Known>> = OnceLock::new();
+        static PAGE: OnceLock<Option<&'static ForkPage>> = OnceLock::new();
         /// In memory that a fork copies: the generation of the last process that asked.
         static LAST: AtomicU32 = AtomicU32::new(0);
         let Some(known) = PAGE.get_or_init(wiped_on_fork) else {
@@ -81,14 +81,14 @@ impl Origin {
 
 /// The page with this process's identity.
 #[repr(C)]
-struct Known {
+struct ForkPage {
     /// 0 until the first call.
     generation: AtomicU32,
     pid: AtomicU32,
 }
 
 /// A page of zeros that every forked child finds zeroed again. `None` if the kernel cannot do that.
-fn wiped_on_fork() -> Option<&'static Known> {
+fn wiped_on_fork() -> Option<&'static ForkPage> {
     const PAGE: usize = 4096;
     let prot = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: the kernel picks an unused address range, so no existing memory is
@@ -104,7 +104,7 @@ fn wiped_on_fork() -> Option<&'static Known> {
     }
     // SAFETY: the page is mapped readable and writable, aligned, never unmapped, and holds
     // zeros, which are a value of atomics; it is accessed through these alone.
-    unsafe { page.cast::<Known>().as_ref() }
+    unsafe { page.cast::<ForkPage>().as_ref() }
 }
 
 #[cfg(test)]

@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 
 use crate::error::Error;
 use crate::limits;
-use crate::model::ModelSpec;
+use crate::model::ModelDescription;
 use crate::plan::{Lend, Plan};
-use crate::registry::{Shared, State};
+use crate::registry::{RegistryState, SharedRegistry};
 use crate::slot::Slot;
-use crate::staging::Part;
+use crate::staging::StagedSlot;
 use crate::wait::Deadline;
 
 /// Slots of this size or larger are made one by one, when needed. Smaller ones are made faster than
@@ -63,7 +63,7 @@ pub(crate) enum Shortage {
 const AGAIN: Duration = Duration::from_millis(500);
 
 /// Refuses models whose slots this process cannot have, before the system kills it for them.
-pub(crate) fn check_room(models: &[ModelSpec], slots: u8) -> Result<(), Error> {
+pub(crate) fn check_room(models: &[ModelDescription], slots: u8) -> Result<(), Error> {
     let bytes = models.iter().map(|model| model.layout.bytes());
     let wanted = bytes
         .fold(0, u64::saturating_add)
@@ -92,8 +92,8 @@ pub(crate) fn first_slots(count: u8, bytes: usize) -> Result<(Vec<Arc<Slot>>, Gr
     Ok((slots, growth))
 }
 
-/// Starts the thread that makes slots. It ends when [`Shared::close`] is called.
-pub(crate) fn start(shared: Arc<Shared>) -> Result<JoinHandle<()>, Error> {
+/// Starts the thread that makes slots. It ends when [`SharedRegistry::close`] is called.
+pub(crate) fn start(shared: Arc<SharedRegistry>) -> Result<JoinHandle<()>, Error> {
     std::thread::Builder::new()
         .name("weightsync-slots".into())
         .spawn(move || shared.make_slots())
@@ -106,9 +106,9 @@ pub(crate) fn start(shared: Arc<Shared>) -> Result<JoinHandle<()>, Error> {
 /// Lends slots for the models that have none yet, in order, as far as possible. Returns the reason
 /// if a slot or a set record is missing; a waiting thread then tries again after a change.
 pub(crate) fn lend(
-    shared: &Shared,
+    shared: &SharedRegistry,
     models: &[usize],
-    parts: &mut Vec<Part>,
+    parts: &mut Vec<StagedSlot>,
     max_slots: u8,
     deadline: Deadline,
 ) -> Result<Option<Shortage>, Error> {
@@ -130,7 +130,7 @@ pub(crate) fn lend(
                 state.growth[model].due = None;
                 state.growth[model].failed = None;
                 let file = state.slots[model][usize::from(slot)].clone();
-                parts.push(Part::new(model, slot, file));
+                parts.push(StagedSlot::new(model, slot, file));
                 continue;
             }
             Lend::Grow { needed } => shared.grow(&mut state, model, needed, deadline)?,
@@ -147,11 +147,11 @@ pub(crate) fn lend(
     Ok((!has_record).then_some(Shortage::Records))
 }
 
-impl Shared {
+impl SharedRegistry {
     /// Requests another slot of a model, at once if it is `needed` in any case.
     fn grow(
         &self,
-        state: &mut State,
+        state: &mut RegistryState,
         model: usize,
         needed: bool,
         deadline: Deadline,
@@ -181,7 +181,7 @@ impl Shared {
 
     /// Requests the slots that the options ask for, for models that were published: the next
     /// version needs them.
-    pub(crate) fn make_ahead(&self, state: &mut State) {
+    pub(crate) fn make_ahead(&self, state: &mut RegistryState) {
         for (model, growth) in state.growth.iter_mut().enumerate() {
             let short = state.plan.slots(model) < self.slots;
             if short && growth.making == Making::Nothing && !state.plan.version(model).is_none() {

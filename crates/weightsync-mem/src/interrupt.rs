@@ -58,7 +58,7 @@ pub fn with<T>(mut check: impl FnMut() -> bool, call: impl FnOnce() -> T) -> T {
             check,
         )
     };
-    let _restore = Restore(CHECK.replace(Some(Check {
+    let _restore = Restore(CHECK.replace(Some(InterruptCheck {
         check,
         due: Instant::now() + SLICE,
         yes: false,
@@ -147,11 +147,11 @@ pub fn sleep(time: Duration) -> Result<(), Error> {
 }
 
 thread_local! {
-    static CHECK: Cell<Option<Check>> = const { Cell::new(None) };
+    static CHECK: Cell<Option<InterruptCheck>> = const { Cell::new(None) };
 }
 
 #[derive(Clone, Copy)]
-struct Check {
+struct InterruptCheck {
     check: *mut (dyn FnMut() -> bool + 'static),
     /// When the check is due next.
     due: Instant,
@@ -159,7 +159,7 @@ struct Check {
 }
 
 /// Restores the earlier check.
-struct Restore(Option<Check>);
+struct Restore(Option<InterruptCheck>);
 
 impl Drop for Restore {
     fn drop(&mut self) {

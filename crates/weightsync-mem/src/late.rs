@@ -20,10 +20,10 @@ use std::time::{Duration, Instant};
 /// assert!(late.since(7, || "has v6").is_none(), "that one can be waited for again");
 /// ```
 #[derive(Clone, Copy, Debug)]
-pub struct Lateness<P>(Option<Mark<P>>);
+pub struct Lateness<P>(Option<LateMark<P>>);
 
 #[derive(Clone, Copy, Debug)]
-struct Mark<P> {
+struct LateMark<P> {
     sequence: u64,
     since: Instant,
     progress: P,
@@ -35,7 +35,7 @@ impl<P: PartialEq> Lateness<P> {
     pub fn note(&mut self, sequence: u64, since: Instant, progress: P) {
         let known = self.0.as_ref();
         if known.is_none_or(|mark| mark.progress != progress) {
-            self.0 = Some(Mark {
+            self.0 = Some(LateMark {
                 sequence,
                 since,
                 progress,

@@ -12,10 +12,10 @@
 //!
 //! | step | here |
 //! |---|---|
-//! | write the next versions into free slots | [`Writer::stage`], [`Staging`] |
-//! | make them live, for all workers or some, in one atomic step each | [`Staging::publish`], [`Targets`] |
-//! | hold the live version | [`Reader::next`], [`Taken`], [`Snapshot`], [`PrivateView`] |
-//! | learn what each worker did with it | [`Writer::waiter`], [`Waiter::settle`] |
+//! | write the next versions into free slots | [`SegmentWriter::stage`], [`StagingSlots`] |
+//! | make them live, for all workers or some, in one atomic step each | [`StagingSlots::publish`], [`Targets`] |
+//! | hold the live version | [`SegmentReader::next`], [`Taken`], [`Snapshot`], [`PrivateMapping`] |
+//! | learn what each worker did with it | [`SegmentWriter::waiter`], [`Waiter::settle`] |
 //! | the state machine under all of it | [`protocol`] |
 //!
 //! **Guarantees.** A [`Snapshot`] is one whole version for as long as it is held. A sender that
@@ -130,22 +130,22 @@ pub use crate::{
     fork::Origin,
     late::Lateness,
     limits::raise_files,
-    model::{MAX_NOTE_BYTES, ModelSpec},
+    model::{MAX_NOTE_BYTES, ModelDescription},
     partial_slot::{BlockWrite, PartialSlot},
-    private::PrivateView,
-    reader::{AttachOptions, Member, Reader, Resume, Taken, ask_status, is_answered},
+    private::PrivateMapping,
+    reader::{AttachOptions, Resume, SegmentReader, Taken, TakenModel, ask_status, is_answered},
     registry::{Departure, StatusAnswer},
-    relay::{Event, Progress, Relay, WorkerInstance},
-    remote_reader::{Notified, RemoteReader, RemoteReaderOptions, RemoteReaders},
+    relay::{RelaySegment, ReportedProgress, WorkerEvent, WorkerInstance},
+    remote_reader::{NotifiedSet, RemoteReader, RemoteReaderOptions, RemoteReaders},
     report::{Publication, Waiter},
     shared::Ending,
     snapshot::Snapshot,
     socket::{Listener, check_sharing, is_served},
     spans::CHECKSUM_BLOCK,
-    staging::Staging,
+    staging::StagingSlots,
     tcp::{HostAnswers, host_answers},
     wait::{Deadline, WaitStyle},
-    watch::{End, Interrupter},
-    wire::{Delivery, Models, Want},
-    writer::{SegmentOptions, Writer},
+    watch::{EndNotice, ReaderInterrupter},
+    wire::{Delivery, ModelMask, Want},
+    writer::{SegmentOptions, SegmentWriter},
 };

@@ -82,7 +82,7 @@ impl System<'_> {
 }
 
 /// The names of a memory group's files.
-struct Names {
+struct GroupFiles {
     limit: &'static str,
     used: &'static str,
     /// The lines of `memory.stat` whose memory can be dropped.
@@ -90,21 +90,21 @@ struct Names {
     swap: Option<(&'static str, &'static str)>,
 }
 
-const UNIFIED: Names = Names {
+const UNIFIED: GroupFiles = GroupFiles {
     limit: "memory.max",
     used: "memory.current",
     cached: ["inactive_file ", "active_file "],
     swap: Some(("memory.swap.max", "memory.swap.current")),
 };
 
-const LEGACY: Names = Names {
+const LEGACY: GroupFiles = GroupFiles {
     limit: "memory.limit_in_bytes",
     used: "memory.usage_in_bytes",
     cached: ["total_inactive_file ", "total_active_file "],
     swap: None,
 };
 
-impl Names {
+impl GroupFiles {
     /// What a group has left, if the machine has this much `swap`, and the group's limit; `None`
     /// without a limit.
     fn left(&self, group: &Path, swap: u64) -> Option<(u64, u64)> {

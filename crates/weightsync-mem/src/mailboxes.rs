@@ -3,16 +3,16 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::plan::{Key, Plan, Step};
+use crate::plan::{Key, PageChange, Plan};
 use crate::protocol::{SlotSet, order};
-use crate::registry::{Shared, State};
+use crate::registry::{RegistryState, SharedRegistry};
 use crate::scan::{self, Breach};
 use crate::wire::Delivery;
 
-impl Shared {
+impl SharedRegistry {
     /// Reads the readers' pages into the plan; returns the records that some reader pins. The
     /// caller asks for data pins after this.
-    pub(crate) fn observe(&self, state: &mut State) -> SlotSet {
+    pub(crate) fn observe(&self, state: &mut RegistryState) -> SlotSet {
         let mut records = SlotSet::default();
         let mut breaches = Vec::new();
         let mut retired = Vec::new();
@@ -35,7 +35,12 @@ impl Shared {
 
     /// The slots of a model that some end holds, given the records that [`observe`](Self::observe)
     /// found pinned before.
-    pub(crate) fn pinned(&self, state: &mut State, model: usize, records: SlotSet) -> SlotSet {
+    pub(crate) fn pinned(
+        &self,
+        state: &mut RegistryState,
+        model: usize,
+        records: SlotSet,
+    ) -> SlotSet {
         let mut held = self.own.held(model);
         let mut breaches = Vec::new();
         state.follow(|plan, key, reader| {
@@ -51,7 +56,7 @@ impl Shared {
     }
 
     /// Rejects readers whose pages make impossible claims.
-    fn condemn(&self, state: &mut State, breaches: Vec<(Key, Breach)>) {
+    fn condemn(&self, state: &mut RegistryState, breaches: Vec<(Key, Breach)>) {
         for (key, breach) in breaches {
             state.condemn(key, breach.to_string());
             // The threads that wait for them look again.
@@ -63,8 +68,8 @@ impl Shared {
     /// report when there is room.
     pub(crate) fn decide<T>(
         &self,
-        state: &mut State,
-        decision: impl FnOnce(&mut Plan, &mut Vec<Step>) -> T,
+        state: &mut RegistryState,
+        decision: impl FnOnce(&mut Plan, &mut Vec<PageChange>) -> T,
     ) -> T {
         let decided = self.perform(state, decision);
         if state.plan.anything_waits() {
@@ -86,7 +91,7 @@ impl Shared {
     /// True if a reader was asked that had not been asked before. Taking a set frees a record, so
     /// if records are missing all readers are asked. Remote readers are not asked: their relay
     /// reports here anyway.
-    fn ask_for_room(&self, state: &State) -> bool {
+    fn ask_for_room(&self, state: &RegistryState) -> bool {
         let mut asked = false;
         let lacking = state.plan.lacks_records();
         for (key, reader) in state.processes() {
@@ -102,18 +107,18 @@ impl Shared {
     /// Performs the decided steps on the shared pages, then wakes the readers concerned.
     fn perform<T>(
         &self,
-        state: &mut State,
-        decision: impl FnOnce(&mut Plan, &mut Vec<Step>) -> T,
+        state: &mut RegistryState,
+        decision: impl FnOnce(&mut Plan, &mut Vec<PageChange>) -> T,
     ) -> T {
         let mut steps = std::mem::take(&mut state.steps);
         let decided = decision(&mut state.plan, &mut steps);
         for step in &steps {
             match step {
-                Step::Write { record } => {
+                PageChange::Write { record } => {
                     let set = state.plan.record(*record);
                     self.header().write_set(*record, &set);
                 }
-                Step::Flip { key, live } => {
+                PageChange::Flip { key, live } => {
                     if let Some(reader) = state.readers.get_mut(key) {
                         reader
                             .claims
@@ -121,7 +126,7 @@ impl Shared {
                         reader.mailbox().live.0.swap_in(*live);
                     }
                 }
-                Step::Push { key, live } => {
+                PageChange::Push { key, live } => {
                     if let Some(reader) = state.readers.get_mut(key)
                         && let Delivery::Every { bound } = reader.delivery
                     {
@@ -134,12 +139,12 @@ impl Shared {
                         reader.mailbox().queue.0.push(head, bound, *live);
                     }
                 }
-                Step::Clear { key } => {
+                PageChange::Clear { key } => {
                     if let Some(reader) = state.readers.get(key) {
                         reader.mailbox().answer.0.live.clear();
                     }
                 }
-                Step::Answer {
+                PageChange::Answer {
                     key,
                     live,
                     question,
@@ -160,17 +165,17 @@ impl Shared {
         order();
         for step in &steps {
             match step {
-                Step::Flip { key, .. } | Step::Push { key, .. } => {
+                PageChange::Flip { key, .. } | PageChange::Push { key, .. } => {
                     if let Some(reader) = state.readers.get(key) {
                         reader.wake(*key);
                     }
                 }
-                Step::Answer { key, .. } => {
+                PageChange::Answer { key, .. } => {
                     if let Some(reader) = state.readers.get(key) {
                         reader.wake_for_answer(*key);
                     }
                 }
-                Step::Write { .. } | Step::Clear { .. } => {}
+                PageChange::Write { .. } | PageChange::Clear { .. } => {}
             }
         }
         steps.clear();
@@ -179,7 +184,7 @@ impl Shared {
     }
 
     /// Moves mailboxes that wait to their sets, as far as there is room by now.
-    pub(crate) fn deliver(&self, state: &mut State) {
+    pub(crate) fn deliver(&self, state: &mut RegistryState) {
         let records = self.observe(state);
         self.decide(state, |plan, steps| plan.deliver(records, steps));
         if state.plan.lacks_records() {

@@ -24,7 +24,7 @@ use crate::populate::{self, HUGE_PAGE};
 #[derive(Debug)]
 pub(crate) struct OwnedFile {
     pub(crate) fd: OwnedFd,
-    pub(crate) map: Arc<Mapping>,
+    pub(crate) map: Arc<MemoryMap>,
 }
 
 impl OwnedFile {
@@ -42,7 +42,7 @@ impl OwnedFile {
         let fd = file::create(name)?;
         rustix::fs::ftruncate(&fd, len as u64).map_err(os("sizing a memory file"))?;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
-        let map = Mapping::map(fd.as_fd(), len, prot, MapFlags::SHARED)?;
+        let map = MemoryMap::map(fd.as_fd(), len, prot, MapFlags::SHARED)?;
         match populate::to_write(&map, stop) {
             // Before Linux 5.14: allocate here, and map on first touch.
             Err(Errno::INVAL) => rustix::io::retry_on_intr(|| {
@@ -75,10 +75,10 @@ impl OwnedFile {
     }
 }
 
-/// A mapping of a memory file from its beginning; shared, except for [`private`](Mapping::private)
-/// ones.
+/// A mapping of a memory file from its beginning; shared, except for
+/// [`private`](MemoryMap::private) ones.
 #[derive(Debug)]
-pub(crate) struct Mapping {
+pub(crate) struct MemoryMap {
     start: NonNull<u8>,
     len: usize,
     /// The process that made the mapping. In a forked child the addresses are not mapped
@@ -89,11 +89,11 @@ pub(crate) struct Mapping {
 // SAFETY: the mapping is plain memory; every access through it goes through
 // atomics, through the pin protocol, through an exclusive loan, or (of a private
 // one) through the pointer of a view, whose holders see to it themselves.
-unsafe impl Send for Mapping {}
+unsafe impl Send for MemoryMap {}
 // SAFETY: as above.
-unsafe impl Sync for Mapping {}
+unsafe impl Sync for MemoryMap {}
 
-impl Mapping {
+impl MemoryMap {
     /// Maps another process's file read-only, after checking that it is sealed
     /// and large enough.
     pub(crate) fn of_peer(fd: BorrowedFd<'_>, len: usize) -> Result<Self, Error> {
@@ -215,7 +215,7 @@ impl Mapping {
     }
 }
 
-impl Drop for Mapping {
+impl Drop for MemoryMap {
     fn drop(&mut self) {
         if self.usable().is_ok() {
             // SAFETY: the range was mapped by `new`, nothing borrowed from it

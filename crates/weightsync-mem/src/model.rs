@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use weightsync_core::Layout;
 
 use crate::error::{Error, unexpected};
-use crate::map::{Mapping, OwnedFile};
+use crate::map::{MemoryMap, OwnedFile};
 use crate::shared::ModelPage;
 use crate::spans::{SlotShape, Spans};
 
@@ -17,7 +17,7 @@ pub const MAX_NOTE_BYTES: usize = 16 << 20;
 
 /// One model of a segment, as described by its sender.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ModelSpec {
+pub struct ModelDescription {
     /// The layout of all its versions.
     pub layout: Layout,
     /// Facts that a reader needs in addition to the layout, passed on unchanged; at most
@@ -27,16 +27,16 @@ pub struct ModelSpec {
 
 /// A model at one end.
 #[derive(Debug)]
-pub(crate) struct Model {
+pub(crate) struct SegmentModel {
     /// Its index in the segment.
     pub(crate) index: usize,
     pub(crate) layout: Layout,
     spans: OnceLock<Spans>,
-    pub(crate) page: Arc<Mapping>,
+    pub(crate) page: Arc<MemoryMap>,
 }
 
-impl Model {
-    pub(crate) fn new(index: usize, layout: &Layout, page: Arc<Mapping>) -> Self {
+impl SegmentModel {
+    pub(crate) fn new(index: usize, layout: &Layout, page: Arc<MemoryMap>) -> Self {
         Self {
             index,
             layout: layout.clone(),
@@ -65,14 +65,14 @@ impl Model {
 
 /// The file that carries a model's description: the layout, then the note.
 #[derive(Debug)]
-pub(crate) struct Description {
+pub(crate) struct DescriptionFile {
     pub(crate) file: OwnedFile,
     pub(crate) layout_bytes: u64,
     pub(crate) note_bytes: u64,
 }
 
-impl Description {
-    pub(crate) fn new(spec: &ModelSpec) -> Result<Self, Error> {
+impl DescriptionFile {
+    pub(crate) fn new(spec: &ModelDescription) -> Result<Self, Error> {
         let mut bytes = spec.layout.encode();
         let layout_bytes = bytes.len() as u64;
         bytes.extend_from_slice(&spec.note);
@@ -90,7 +90,7 @@ impl Description {
         fd: std::os::fd::BorrowedFd<'_>,
         layout_bytes: u64,
         note_bytes: u64,
-    ) -> Result<ModelSpec, Error> {
+    ) -> Result<ModelDescription, Error> {
         if layout_bytes > MAX_LAYOUT_BYTES || note_bytes > MAX_NOTE_BYTES as u64 {
             return Err(unexpected(
                 "a layout of at most 1 GiB and a note of at most 16 MiB",
@@ -98,9 +98,9 @@ impl Description {
             ));
         }
         let len = (layout_bytes + note_bytes) as usize;
-        let mut bytes = Mapping::of_peer(fd, len.max(1))?.copy_out(len);
+        let mut bytes = MemoryMap::of_peer(fd, len.max(1))?.copy_out(len);
         let note = bytes.split_off(layout_bytes as usize);
         let layout = Layout::decode(&bytes)?;
-        Ok(ModelSpec { layout, note })
+        Ok(ModelDescription { layout, note })
     }
 }

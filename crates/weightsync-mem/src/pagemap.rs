@@ -7,7 +7,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::error::{Error, os};
-use crate::map::Mapping;
+use crate::map::MemoryMap;
 
 /// The page map of the process that opened it; not valid in a forked child.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ impl PageMap {
     /// # Errors
     ///
     /// Where the kernel does not say.
-    pub(crate) fn copied(&self, map: &Mapping) -> Result<Vec<Range<usize>>, Error> {
+    pub(crate) fn copied(&self, map: &MemoryMap) -> Result<Vec<Range<usize>>, Error> {
         match scan(&self.0, map) {
             // The kernel is older than 6.7, or forbids the call.
             Err(_) => read(&self.0, map),
@@ -78,7 +78,7 @@ const IS_PRESENT: u64 = 1 << 3;
 const IS_SWAPPED: u64 = 1 << 4;
 
 /// Asks for pages that are present or swapped out, and do not belong to a file.
-fn scan(table: &OwnedFd, map: &Mapping) -> Result<Vec<Range<usize>>, Error> {
+fn scan(table: &OwnedFd, map: &MemoryMap) -> Result<Vec<Range<usize>>, Error> {
     let code = rustix::ioctl::opcode::read_write::<Scan>(b'f', 16);
     let first = map.as_ptr().addr() as u64;
     let end = first + map.len().next_multiple_of(rustix::param::page_size()) as u64;
@@ -117,7 +117,7 @@ fn scan(table: &OwnedFd, map: &Mapping) -> Result<Vec<Range<usize>>, Error> {
 }
 
 /// The same, from the page table's entries, one by one.
-fn read(table: &OwnedFd, map: &Mapping) -> Result<Vec<Range<usize>>, Error> {
+fn read(table: &OwnedFd, map: &MemoryMap) -> Result<Vec<Range<usize>>, Error> {
     const FILE: u64 = 1 << 61;
     const SWAPPED: u64 = 1 << 62;
     const PRESENT: u64 = 1 << 63;
@@ -166,7 +166,7 @@ mod tests {
         let pages = 1500;
         let len = pages * page - 100;
         let file = OwnedFile::new("weightsync-test", len).unwrap();
-        let map = Mapping::private(file.fd.as_fd(), len).unwrap();
+        let map = MemoryMap::private(file.fd.as_fd(), len).unwrap();
         let table = PageMap::open().unwrap();
         let is = |expected: &[Range<usize>]| {
             let ways = [
@@ -203,7 +203,7 @@ mod tests {
         is(&[]);
     }
 
-    fn write(map: &Mapping, at: usize) {
+    fn write(map: &MemoryMap, at: usize) {
         assert!(at < map.len());
         // SAFETY: the address is inside the mapping (asserted).
         let byte = unsafe { map.as_ptr().add(at) };

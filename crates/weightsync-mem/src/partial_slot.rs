@@ -9,7 +9,7 @@ use weightsync_core::record::CommitRecord;
 use weightsync_core::{Layout, Version};
 
 use crate::error::Error;
-use crate::registry::Shared;
+use crate::registry::SharedRegistry;
 use crate::set::{ModelSet, SetEntry};
 use crate::slot::{Note, Slot};
 use crate::snapshot::Snapshot;
@@ -30,7 +30,7 @@ const SPOILED: u8 = 3;
 /// The slot may hold an older version from before: a piece that was not written yet has the bytes
 /// of [that version](BlockWrite::base).
 pub struct PartialSlot {
-    shared: Arc<Shared>,
+    shared: Arc<SharedRegistry>,
     model: usize,
     version: Version,
     slot: u8,
@@ -64,7 +64,7 @@ impl PartialSlot {
     ///
     /// If pieces have no bytes.
     pub(crate) fn new(
-        shared: Arc<Shared>,
+        shared: Arc<SharedRegistry>,
         (model, version): (usize, Version),
         (slot, file): (u8, Arc<Slot>),
         piece_bytes: usize,

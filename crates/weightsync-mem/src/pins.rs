@@ -7,14 +7,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use weightsync_core::Version;
 
 use crate::error::Error;
-use crate::map::{Mapping, OwnedFile};
+use crate::map::{MemoryMap, OwnedFile};
 use crate::private::SweepsOf;
 use crate::protocol::{Live, LiveWord, MAX_MODELS, MAX_SLOTS, PinWord, SlotSet, order};
-use crate::set::{ModelSet, Models};
-use crate::shared::{Control, Header, Mailbox};
+use crate::set::{ModelMask, ModelSet};
+use crate::shared::{Control, HeaderPage, MailboxPage};
 use crate::socket::Socket;
 use crate::wait::Doorbell;
-use crate::wire::FromReader;
+use crate::wire::ReaderMessage;
 
 /// The place of the pin words.
 #[derive(Debug)]
@@ -25,7 +25,7 @@ pub(crate) enum PinOwner {
         /// The control page.
         control: OwnedFile,
         /// The sender's notifications for this reader.
-        mailbox: Mapping,
+        mailbox: MemoryMap,
         /// The connection to the sender.
         socket: Socket,
     },
@@ -37,25 +37,25 @@ pub(crate) enum PinOwner {
 #[derive(Debug)]
 pub(crate) struct PinBook {
     pub(crate) owner: PinOwner,
-    pub(crate) header: Arc<Mapping>,
+    pub(crate) header: Arc<MemoryMap>,
     pub(crate) doorbell: Arc<Doorbell>,
     /// Cleans slots that were written privately, if that is needed.
     pub(crate) sweeps: OnceLock<SweepsOf>,
     /// The models of this end.
-    models: Models,
+    models: ModelMask,
     /// For each model, up to the last one, how many pins each slot has.
     counts: Mutex<Vec<[u32; MAX_SLOTS]>>,
 }
 
 /// A set that was just taken: all its data slots are pinned.
 #[derive(Debug)]
-pub(crate) struct Hold {
+pub(crate) struct PinnedSet {
     pub(crate) sequence: u64,
     /// One pin for each model, in order.
     pub(crate) pins: Vec<Pin>,
 }
 
-impl Hold {
+impl PinnedSet {
     /// Whether both hold the same versions, of the same models, in the same
     /// slots.
     pub(crate) fn is_of_the_set(&self, other: &Self) -> bool {
@@ -67,9 +67,9 @@ impl Hold {
 impl PinBook {
     pub(crate) fn new(
         owner: PinOwner,
-        header: Arc<Mapping>,
+        header: Arc<MemoryMap>,
         doorbell: Arc<Doorbell>,
-        models: Models,
+        models: ModelMask,
     ) -> Self {
         let rows = models.iter().last().map_or(0, |last| last + 1);
         Self {
@@ -82,7 +82,7 @@ impl PinBook {
         }
     }
 
-    pub(crate) fn header(&self) -> &Header {
+    pub(crate) fn header(&self) -> &HeaderPage {
         self.header.table()
     }
 
@@ -95,7 +95,7 @@ impl PinBook {
     }
 
     /// A reader's mailbox.
-    pub(crate) fn mailbox(&self) -> Result<&Mailbox, Error> {
+    pub(crate) fn mailbox(&self) -> Result<&MailboxPage, Error> {
         match &self.owner {
             PinOwner::Reader { mailbox, .. } => Ok(mailbox.table()),
             PinOwner::Sender(_) => Err(not_a_reader()),
@@ -117,17 +117,17 @@ impl PinBook {
 
     /// Pins the set of the mailbox's live word, whatever it is by then. Tells the sender if the
     /// record is damaged. `None` if there is no set.
-    pub(crate) fn take_live(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
+    pub(crate) fn take_live(self: &Arc<Self>) -> Result<Option<PinnedSet>, Error> {
         self.pin_word(&self.mailbox()?.live.0, true)
     }
 
     /// Pins the set of the mailbox's live word, only to look at it.
-    pub(crate) fn look_live(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
+    pub(crate) fn look_live(self: &Arc<Self>) -> Result<Option<PinnedSet>, Error> {
         self.pin_word(&self.mailbox()?.live.0, false)
     }
 
     /// Pins the set that answers the last question. `None` if there is none.
-    pub(crate) fn pin_answer(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
+    pub(crate) fn pin_answer(self: &Arc<Self>) -> Result<Option<PinnedSet>, Error> {
         self.pin_word(&self.mailbox()?.answer.0.live, false)
     }
 
@@ -135,7 +135,11 @@ impl PinBook {
     /// sender learns of damage; for a look or an answer it does not.
     ///
     /// Lock-free: starts over only if the sender has moved the word in between.
-    fn pin_word(self: &Arc<Self>, word: &LiveWord, notified: bool) -> Result<Option<Hold>, Error> {
+    fn pin_word(
+        self: &Arc<Self>,
+        word: &LiveWord,
+        notified: bool,
+    ) -> Result<Option<PinnedSet>, Error> {
         self.header.usable()?;
         let mailbox = self.mailbox()?;
         let records = &self.control()?.records;
@@ -161,7 +165,7 @@ impl PinBook {
 
     /// Pins the set at `position` of the mailbox's queue, which is this reader's head: only this
     /// reader moves it. `None` if the sender has not got that far, or has shut the queue.
-    pub(crate) fn take_queued(self: &Arc<Self>, position: u64) -> Result<Option<Hold>, Error> {
+    pub(crate) fn take_queued(self: &Arc<Self>, position: u64) -> Result<Option<PinnedSet>, Error> {
         self.header.usable()?;
         let (mailbox, control) = (self.mailbox()?, self.control()?);
         let Some(live) = mailbox.queue.0.get(position) else {
@@ -186,9 +190,9 @@ impl PinBook {
 
     /// Pins the data slots of a record. A record pin or its place in the queue holds the record
     /// meanwhile.
-    fn hand_over(self: &Arc<Self>, live: Live) -> Result<Hold, Error> {
+    fn hand_over(self: &Arc<Self>, live: Live) -> Result<PinnedSet, Error> {
         let set = self.set_of(live)?;
-        Ok(Hold {
+        Ok(PinnedSet {
             sequence: live.sequence,
             pins: self.pin(&set),
         })
@@ -226,7 +230,7 @@ impl PinBook {
     /// Tells the sender why a set is refused; 0 refuses every set. False if the sender ignores this
     /// reader.
     pub(crate) fn refuse(&self, sequence: u64, reason: &str) -> Result<bool, Error> {
-        let packet = FromReader::Refused {
+        let packet = ReaderMessage::Refused {
             sequence,
             reason: reason.into(),
         };
@@ -259,12 +263,12 @@ impl PinBook {
 
     /// Tells the sender that a record came free, if it wants to know. Called after a fence (that of
     /// [`wake_sender`](Self::wake_sender)): a sender looks again after it has asked for this.
-    pub(crate) fn notify_room(&self, mailbox: &Mailbox) {
+    pub(crate) fn notify_room(&self, mailbox: &MailboxPage) {
         if mailbox.wants_room.0.sleeping()
             && let Ok(socket) = self.socket()
         {
             // A sender that is gone need not know.
-            let _ = socket.send(&FromReader::Room.encode(), &[]);
+            let _ = socket.send(&ReaderMessage::Room.encode(), &[]);
         }
     }
 

@@ -3,8 +3,8 @@
 //!
 //! **Guarantee.** The input and the output are plain values; there is no shared memory and no
 //! waiting here. [`Plan`] remembers what every worker should run and what every mailbox names.
-//! Its methods return the [`Step`]s that bring the shared pages to that state. The caller takes
-//! the steps in order, under the same lock.
+//! Its methods return the [`PageChange`]s that bring the shared pages to that state. The caller
+//! takes the steps in order, under the same lock.
 //!
 //! * A slot or record that anything refers to is never given out.
 //! * Each step puts a mailbox on a whole set: all models of a publication or none.
@@ -36,7 +36,7 @@ pub(crate) type Key = (WorkerId, u64);
 
 /// One change of the shared pages. The caller makes the changes in the given order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum PageChange {
     /// Write this set record with the content of [`Plan::record`].
     Write { record: u8 },
     /// Swap the mailbox's live word.
@@ -77,7 +77,7 @@ pub(crate) struct Removed(());
 
 /// A decided publication.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Published {
+pub(crate) struct PublicationPlan {
     /// The sequence number. A mailbox that has taken this number or a later one has taken the
     /// publication.
     pub(crate) sequence: u64,
@@ -127,7 +127,7 @@ pub(crate) enum Answer {
 /// What all workers should run, and what their mailboxes say.
 #[derive(Debug)]
 pub(crate) struct Plan {
-    models: Vec<Model>,
+    models: Vec<ModelSlots>,
     /// The last sequence number given out.
     sequence: u64,
     desired: Desired,
@@ -139,7 +139,7 @@ pub(crate) struct Plan {
 
 /// One model's slots.
 #[derive(Debug)]
-struct Model {
+struct ModelSlots {
     slots: u8,
     /// Slots that are being written.
     lent: SlotSet,
@@ -155,7 +155,7 @@ impl Plan {
     /// The plan of a segment whose models have these numbers of slots. It keeps `history` earlier
     /// sets besides the newest.
     pub(crate) fn new(slots: impl IntoIterator<Item = usize>, history: u8) -> Self {
-        let model = |slots| Model {
+        let model = |slots| ModelSlots {
             slots: slots as u8,
             lent: SlotSet::default(),
             numbered: None,
@@ -196,7 +196,7 @@ impl Plan {
         &mut self,
         workers: &[WorkerId],
         record_pins: SlotSet,
-        steps: &mut Vec<Step>,
+        steps: &mut Vec<PageChange>,
     ) {
         let mut notifier = self.notifier(record_pins, steps);
         for worker in workers {
@@ -355,7 +355,7 @@ impl Plan {
     /// Collects the steps of one decision; made before the first of them. The caller looked for
     /// pins while the mailboxes were on their current records. So a record that a mailbox leaves
     /// may be pinned by now, and stays in use until the decision ends.
-    fn notifier<'a>(&self, record_pins: SlotSet, steps: &'a mut Vec<Step>) -> Notifier<'a> {
+    fn notifier<'a>(&self, record_pins: SlotSet, steps: &'a mut Vec<PageChange>) -> Notifier<'a> {
         Notifier::new(self.records.referenced().union(record_pins), steps)
     }
 

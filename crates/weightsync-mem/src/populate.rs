@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
-use crate::map::Mapping;
+use crate::map::MemoryMap;
 
 /// The size of a huge page on x86-64, and on aarch64 with its usual pages. Where huge pages are
 /// larger, small pages are used.
@@ -38,7 +38,7 @@ const PATIENCE: Duration = Duration::from_millis(400);
 /// # Errors
 ///
 /// [`Errno::NOMEM`] or [`Errno::FAULT`] if memory runs out, [`Errno::INVAL`] before Linux 5.14.
-pub(crate) fn to_write(map: &Mapping, stop: &AtomicBool) -> Result<(), Errno> {
+pub(crate) fn to_write(map: &MemoryMap, stop: &AtomicBool) -> Result<(), Errno> {
     // Asks for huge pages at the first touch, where shared memory may have them (`shmem_enabled`).
     // Fails in kernels without them.
     if map.len() >= HUGE_PAGE {
@@ -57,7 +57,7 @@ pub(crate) fn to_write(map: &Mapping, stop: &AtomicBool) -> Result<(), Errno> {
 }
 
 /// Maps pages for reading.
-pub(crate) fn to_read(map: &Mapping, pages: &Range<usize>) {
+pub(crate) fn to_read(map: &MemoryMap, pages: &Range<usize>) {
     // A failure costs only time; kernels before 5.14 do not know the advice.
     let _ = in_pieces(pages.clone(), |piece| {
         advise(map, &piece, Advice::LinuxPopulateRead)
@@ -66,7 +66,7 @@ pub(crate) fn to_read(map: &Mapping, pages: &Range<usize>) {
 
 /// Has the kernel collapse a piece into huge pages, which it does for any `shmem_enabled` except
 /// `deny`, since Linux 6.1. False if the next piece need not try.
-fn collapse(map: &Mapping, piece: &Range<usize>) -> Result<bool, Errno> {
+fn collapse(map: &MemoryMap, piece: &Range<usize>) -> Result<bool, Errno> {
     let pages = piece.start..piece.start + piece.len() / HUGE_PAGE * HUGE_PAGE;
     if pages.is_empty() {
         return Ok(true);
@@ -86,7 +86,7 @@ fn collapse(map: &Mapping, piece: &Range<usize>) -> Result<bool, Errno> {
     Ok(goes && since.elapsed() < PATIENCE)
 }
 
-fn advise(map: &Mapping, pages: &Range<usize>, advice: Advice) -> Result<(), Errno> {
+fn advise(map: &MemoryMap, pages: &Range<usize>, advice: Advice) -> Result<(), Errno> {
     let start = map.at(pages);
     // SAFETY: the range is inside this mapping; no byte of it changes by this advice.
     rustix::io::retry_on_intr(|| unsafe { rustix::mm::madvise(start, pages.len(), advice) })

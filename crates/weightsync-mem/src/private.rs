@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use weightsync_core::Layout;
 
-use crate::map::Mapping;
+use crate::map::MemoryMap;
 use crate::snapshot::Snapshot;
 use crate::wait::Doorbell;
 
@@ -26,13 +26,13 @@ const AT_ONCE: usize = 1 << 20;
 /// large version goes, the reader's watch finds what was written, and the slot is
 /// given back after that, a few milliseconds later.
 #[derive(Debug)]
-pub struct PrivateView {
+pub struct PrivateMapping {
     snapshot: Snapshot,
-    map: Arc<Mapping>,
+    map: Arc<MemoryMap>,
 }
 
-impl PrivateView {
-    pub(crate) fn new(snapshot: Snapshot, map: Arc<Mapping>) -> Self {
+impl PrivateMapping {
+    pub(crate) fn new(snapshot: Snapshot, map: Arc<MemoryMap>) -> Self {
         Self { snapshot, map }
     }
 
@@ -70,7 +70,7 @@ impl PrivateView {
     }
 }
 
-impl Drop for PrivateView {
+impl Drop for PrivateMapping {
     fn drop(&mut self) {
         // In a forked child nothing is mapped, and the lock may never be released.
         if self.map.usable().is_err() || !self.snapshot.slot().take_back() {

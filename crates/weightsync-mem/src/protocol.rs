@@ -8,9 +8,9 @@
 //!
 //! **Mechanism.** Two things are recycled: *set records*, which say for each model which data
 //! slot to use, and the *data slots* themselves. For each reader, the sender alone writes a
-//! mailbox with one [`LiveWord`] and one [`Queue`]. The reader alone writes one [`PinWord`] for
-//! records, one for the data slots of each model, and a [`Head`]. A mailbox uses its live word
-//! or its queue, never both. The answer to a reader's question comes by a second live word.
+//! mailbox with one [`LiveWord`] and one [`RecordQueue`]. The reader alone writes one [`PinWord`]
+//! for records, one for the data slots of each model, and a [`QueueHead`]. A mailbox uses its live
+//! word or its queue, never both. The answer to a reader's question comes by a second live word.
 //!
 //! By live word (the newest, or what the worker asks for):
 //!
@@ -28,10 +28,10 @@
 //!
 //! By queue (a worker that wants every version): the entries between the reader's head and the
 //! sender's tail are held without any announcement. The reader gives an entry back by moving
-//! its head past it. A sender that takes all entries back [shuts](Queue::shut) the queue,
+//! its head past it. A sender that takes all entries back [shuts](RecordQueue::shut) the queue,
 //! issues the fence, and only then reads the pins. The reader issues the fence after its data
-//! pins and then asks whether the queue is still [open](Queue::is_open), as it does with a live
-//! word.
+//! pins and then asks whether the queue is still [open](RecordQueue::is_open), as it does with a
+//! live word.
 //!
 //! In both cases the *hand-over* to data pins follows. A held record also holds its data slots.
 //! The reader [holds](PinWord::hold) them in its data pins and only then gives the record back,
@@ -54,7 +54,7 @@ pub const MAX_RECORDS: usize = if cfg!(loom) { 8 } else { 64 };
 /// The most models of a segment.
 pub const MAX_MODELS: usize = if cfg!(loom) { 8 } else { 64 };
 
-/// How many entries a [`Queue`] holds.
+/// How many entries a [`RecordQueue`] holds.
 pub const QUEUE: usize = if cfg!(loom) { 4 } else { 64 };
 
 /// The most entries that may wait in a reader's queue. Half of its room, so that the sender never
@@ -186,19 +186,19 @@ impl PinWord {
 /// reads it.
 #[repr(C)]
 #[derive(Debug)]
-pub struct Queue {
+pub struct RecordQueue {
     /// How many entries were ever pushed, and [`SHUT`](Self::SHUT).
     tail: AtomicU64,
     entries: [AtomicU64; QUEUE],
 }
 
-impl Default for Queue {
+impl Default for RecordQueue {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Queue {
+impl RecordQueue {
     /// Set in the tail: the queue is empty for good.
     const SHUT: u64 = 1 << 63;
 
@@ -265,15 +265,15 @@ impl Queue {
 /// sender reads it.
 #[repr(transparent)]
 #[derive(Debug)]
-pub struct Head(AtomicU64);
+pub struct QueueHead(AtomicU64);
 
-impl Default for Head {
+impl Default for QueueHead {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Head {
+impl QueueHead {
     /// A head before the first entry.
     pub fn new() -> Self {
         Self(AtomicU64::new(0))
@@ -415,7 +415,7 @@ mod tests {
     #[test]
     fn a_queue_holds_its_bound_and_goes_round() {
         for bound in [1, 2, MAX_BOUND] {
-            let queue = Queue::new();
+            let queue = RecordQueue::new();
             let mut pushed = 0;
             for head in 0..3 * QUEUE as u64 {
                 while queue.push(head, bound, live(pushed + 1)) {
@@ -429,14 +429,14 @@ mod tests {
             }
         }
         // No bound is larger than half of the room, for any reader.
-        let queue = Queue::new();
+        let queue = RecordQueue::new();
         let pushed = (1..=100).filter(|&sequence| queue.push(0, u8::MAX, live(sequence)));
         assert_eq!(pushed.count(), QUEUE / 2);
     }
 
     #[test]
     fn a_head_beyond_the_tail_is_no_room_without_end() {
-        let queue = Queue::new();
+        let queue = RecordQueue::new();
         assert!(queue.push(u64::MAX, 1, live(1)));
         assert!(!queue.push(0, 1, live(2)));
         assert_eq!(queue.get(u64::MAX), None);

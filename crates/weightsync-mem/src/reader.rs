@@ -14,15 +14,15 @@ use std::time::{Duration, Instant};
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 
 use crate::error::{Error, bad, unexpected};
-use crate::model::ModelSpec;
-use crate::pins::{Hold, PinBook};
+use crate::model::ModelDescription;
+use crate::pins::{PinBook, PinnedSet};
 use crate::protocol::MAX_MODELS;
-use crate::shared::{Ending, Exit};
+use crate::shared::{Ending, ReaderExit};
 use crate::snapshot::Snapshot;
 use crate::socket::Socket;
 use crate::sync::load_acquire;
 use crate::wait::{Deadline, WaitStyle, passed};
-use crate::watch::{End, Interrupter, Watch};
+use crate::watch::{EndNotice, ReaderInterrupter, Watch};
 use crate::wire::Delivery;
 
 pub use self::join::{ask_status, is_answered};
@@ -93,12 +93,12 @@ pub struct Taken {
     /// publications.
     pub sequence: u64,
     /// By model.
-    pub members: Vec<Member>,
+    pub members: Vec<TakenModel>,
 }
 
 /// One model of a set.
 #[derive(Clone, Debug)]
-pub struct Member {
+pub struct TakenModel {
     /// The model's index in the segment.
     pub model: usize,
     /// Whether the version differs from the one in the set handed out before.
@@ -113,9 +113,9 @@ pub struct Member {
 /// record, and stays valid until dropped. Every wait ends by its deadline, by the sender's death,
 /// or by the sender's shutdown. A thread watches for both, and ends with the reader.
 #[derive(Debug)]
-pub struct Reader {
+pub struct SegmentReader {
     book: Arc<PinBook>,
-    models: Vec<(usize, ModelSpec)>,
+    models: Vec<(usize, ModelDescription)>,
     run: Run,
     watch: Watch,
     wait: WaitStyle,
@@ -130,16 +130,16 @@ pub struct Reader {
     question: u64,
     asks: bool,
     /// The next set of the queue, taken before its slots have arrived.
-    unmapped: Option<Hold>,
+    unmapped: Option<PinnedSet>,
     /// The sender's process, if the segment is a relay's.
     relayed: u32,
     /// The worker has said that it can use nothing at all, and why.
     unusable: AtomicBool,
 }
 
-impl Reader {
+impl SegmentReader {
     /// The models that this reader wants, with their indices in the segment.
-    pub fn models(&self) -> &[(usize, ModelSpec)] {
+    pub fn models(&self) -> &[(usize, ModelDescription)] {
         &self.models
     }
 
@@ -154,12 +154,12 @@ impl Reader {
     }
 
     /// A handle that ends a wait in [`next`](Self::next) from another thread.
-    pub fn interrupter(&self) -> Interrupter {
+    pub fn interrupter(&self) -> ReaderInterrupter {
         self.watch.interrupter()
     }
 
     /// A handle that runs a function once nothing more will come from this segment.
-    pub fn end(&self) -> End {
+    pub fn end(&self) -> EndNotice {
         self.watch.end()
     }
 
@@ -395,7 +395,7 @@ impl Reader {
     }
 }
 
-impl Drop for Reader {
+impl Drop for SegmentReader {
     fn drop(&mut self) {
         // Snapshots may live on, and with them the socket and the pins. The sender only stops
         // waiting for this worker.
@@ -403,8 +403,8 @@ impl Drop for Reader {
             && let Ok(control) = self.book.control()
         {
             let parting = match self.unusable.load(Ordering::Relaxed) {
-                true => Exit::Failed,
-                false => Exit::InOrder,
+                true => ReaderExit::Failed,
+                false => ReaderExit::InOrder,
             };
             control.left.store(parting.word(), Ordering::Release);
             self.book.wake_sender();

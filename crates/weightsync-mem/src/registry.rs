@@ -13,26 +13,26 @@ use weightsync_core::{Attendance, GoneWorker, Run, WorkerId, WorkerStatus};
 
 pub use self::state::Departure;
 pub(crate) use self::{
-    reader::{Call, End, Reader},
-    state::{Gone, State},
+    reader::{MailboxCall, ReaderEnd, RegisteredReader},
+    state::{GoneReader, RegistryState},
 };
 use crate::error::{Error, Holder, RecordHolder, bad};
 use crate::grow;
 use crate::map::OwnedFile;
-use crate::model::{Description, Model, ModelSpec};
+use crate::model::{DescriptionFile, ModelDescription, SegmentModel};
 use crate::pins::{PinBook, PinOwner};
 use crate::plan::{Key, Plan};
 use crate::protocol::{PinWord, SlotSet};
 use crate::relay::Relayed;
 use crate::service::is_gone;
-use crate::set::{ModelSet, Models};
-use crate::shared::{Ending, HEADER_BYTES, Header, MODEL_PAGE_BYTES};
+use crate::set::{ModelMask, ModelSet};
+use crate::shared::{Ending, HEADER_BYTES, HeaderPage, MODEL_PAGE_BYTES};
 use crate::slot::Slot;
 use crate::snapshot::Snapshot;
 use crate::socket::Socket;
 use crate::sync::load_acquire;
 use crate::wait::{Deadline, Doorbell, Doorbells, WaitStyle, Watchers};
-use crate::wire::FromSender;
+use crate::wire::SenderMessage;
 use crate::writer::SegmentOptions;
 
 /// The most readers of one segment. Each costs the sender two descriptors.
@@ -42,12 +42,12 @@ pub(crate) const MAX_READERS: usize = 4096;
 pub(crate) const MAX_REMOTE_READERS: usize = 1 << 16;
 
 /// The state that the sender, its service thread and threads that wait for readers share.
-pub(crate) struct Shared {
+pub(crate) struct SharedRegistry {
     pub(crate) run: Run,
     pub(crate) header: OwnedFile,
     pub(crate) bells: Doorbells,
     pub(crate) own: Arc<PinBook>,
-    pub(crate) models: Vec<Served>,
+    pub(crate) models: Vec<ServedModel>,
     pub(crate) secret: [u8; 16],
     pub(crate) stop: Doorbell,
     /// Rings when a reader is owed slots.
@@ -68,7 +68,7 @@ pub(crate) struct Shared {
     failure: Mutex<Option<Error>>,
     /// Slots that are being made are no longer needed.
     pub(crate) ends: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<RegistryState>,
     /// The events of a relay's readers; `None` for a sender.
     pub(crate) relayed: Option<Relayed>,
 }
@@ -79,16 +79,16 @@ pub type StatusAnswer = Box<dyn Fn(Vec<WorkerStatus>) -> Vec<u8> + Send + Sync>;
 
 /// A model as the sender has it.
 #[derive(Debug)]
-pub(crate) struct Served {
-    pub(crate) model: Arc<Model>,
+pub(crate) struct ServedModel {
+    pub(crate) model: Arc<SegmentModel>,
     pub(crate) page: OwnedFile,
-    pub(crate) description: Description,
+    pub(crate) description: DescriptionFile,
 }
 
-impl fmt::Debug for Shared {
+impl fmt::Debug for SharedRegistry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The secret stays out of logs.
-        f.debug_struct("Shared")
+        f.debug_struct("SharedRegistry")
             .field("run", &self.run)
             .field("models", &self.models.len())
             .field("readers", &self.readers())
@@ -96,10 +96,10 @@ impl fmt::Debug for Shared {
     }
 }
 
-impl Shared {
+impl SharedRegistry {
     pub(crate) fn new(
         run: Run,
-        specs: &[ModelSpec],
+        specs: &[ModelDescription],
         secret: [u8; 16],
         options: &SegmentOptions,
         relayed: Option<Relayed>,
@@ -110,14 +110,14 @@ impl Shared {
         let (mut slots, mut growth) = (Vec::with_capacity(specs.len()), Vec::new());
         for (index, spec) in specs.iter().enumerate() {
             let page = OwnedFile::new("weightsync-commits", MODEL_PAGE_BYTES)?;
-            let model = Model::new(index, &spec.layout, page.map.clone());
+            let model = SegmentModel::new(index, &spec.layout, page.map.clone());
             let (made, grows) = grow::first_slots(options.slots, model.slot_bytes())?;
             slots.push(made);
             growth.push(grows);
-            models.push(Served {
+            models.push(ServedModel {
                 model: Arc::new(model),
                 page,
-                description: Description::new(spec)?,
+                description: DescriptionFile::new(spec)?,
             });
         }
         let bells = Doorbells::new()?;
@@ -127,7 +127,7 @@ impl Shared {
             PinOwner::Sender(words),
             header.map.clone(),
             bells.own().clone(),
-            Models::first(specs.len()),
+            ModelMask::first(specs.len()),
         );
         let made = slots.iter().map(Vec::len);
         let plan = Plan::new(made, options.history);
@@ -149,12 +149,12 @@ impl Shared {
             asked: Condvar::new(),
             failure: Mutex::default(),
             ends: AtomicBool::new(false),
-            state: Mutex::new(State::new(plan, slots, growth)),
+            state: Mutex::new(RegistryState::new(plan, slots, growth)),
             relayed,
         }))
     }
 
-    pub(crate) fn header(&self) -> &Header {
+    pub(crate) fn header(&self) -> &HeaderPage {
         self.header.map.table()
     }
 
@@ -191,7 +191,7 @@ impl Shared {
     }
 
     /// Hands a new slot of a model to every reader of it, before any set can name the slot.
-    pub(crate) fn add_slot(&self, state: &mut State, model: usize, file: Arc<Slot>) {
+    pub(crate) fn add_slot(&self, state: &mut RegistryState, model: usize, file: Arc<Slot>) {
         let index = state.plan.grown(model);
         state.slots[model].push(file);
         for reader in state.readers.values_mut() {
@@ -209,7 +209,7 @@ impl Shared {
     /// again. A stopped reader has a full socket, and the kernel limits descriptors in flight. A
     /// reader that has left gets none, because descriptors in flight to it would count against the
     /// others.
-    pub(crate) fn hand_slots(&self, state: &mut State) -> bool {
+    pub(crate) fn hand_slots(&self, state: &mut RegistryState) -> bool {
         let mut again = false;
         let mut without = Vec::new();
         for (key, reader) in &mut state.readers {
@@ -220,7 +220,7 @@ impl Shared {
                 continue;
             };
             while let Some(&(model, index)) = reader.owed.front() {
-                let packet = FromSender::Slot { model, index }.encode();
+                let packet = SenderMessage::Slot { model, index }.encode();
                 let file = &state.slots[usize::from(model)][usize::from(index)];
                 match socket.send(&packet, &[file.fd.as_fd()]) {
                     Ok(true) => {
@@ -261,13 +261,13 @@ impl Shared {
     /// there are no slots then.
     pub(crate) fn hold(
         &self,
-        state: &State,
+        state: &RegistryState,
         model: usize,
         set: &ModelSet,
     ) -> Result<Option<Snapshot>, Error> {
         // Checked under the lock, because closing drops the slots under it.
         self.open()?;
-        let set = set.only(Models::of(&[model]));
+        let set = set.only(ModelMask::of(&[model]));
         // Pinned under the lock, because the search for a free slot takes that lock too.
         let Some(pin) = self.own.pin(&set).pop() else {
             return Ok(None);
@@ -341,7 +341,7 @@ impl Shared {
         self.present(&self.state())
     }
 
-    fn present(&self, state: &State) -> Vec<WorkerStatus> {
+    fn present(&self, state: &RegistryState) -> Vec<WorkerStatus> {
         let present = state
             .readers
             .iter()
@@ -436,13 +436,13 @@ impl Shared {
 
     /// Locks the state, unless this process is a forked child: there a thread that does not exist
     /// may hold the lock.
-    pub(crate) fn state_here(&self) -> Result<MutexGuard<'_, State>, Error> {
+    pub(crate) fn state_here(&self) -> Result<MutexGuard<'_, RegistryState>, Error> {
         self.header.map.usable()?;
         Ok(self.state())
     }
 
     /// The same for a sender that has not closed: slots stay while the lock is held.
-    pub(crate) fn open_state(&self) -> Result<MutexGuard<'_, State>, Error> {
+    pub(crate) fn open_state(&self) -> Result<MutexGuard<'_, RegistryState>, Error> {
         let state = self.state_here()?;
         self.open()?;
         Ok(state)
@@ -452,7 +452,7 @@ impl Shared {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn state(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn state(&self) -> MutexGuard<'_, RegistryState> {
         // Every change of the state is complete before anything can panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }

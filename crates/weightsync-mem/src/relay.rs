@@ -1,7 +1,7 @@
 //! A segment that carries another sender's versions: the one copy of a host, which all its
 //! workers share.
 //!
-//! **Guarantee.** The readers get exactly the sets that [`Relay::notify`] names. This module
+//! **Guarantee.** The readers get exactly the sets that [`RelaySegment::notify`] names. This module
 //! makes no decision about who runs what. For its readers the segment is like any other, with
 //! the same guarantees. At its end they also learn whether the sender ended or the relay
 //! ([`Ending`]).
@@ -17,54 +17,54 @@ use weightsync_core::{Run, Version, WorkerStatus};
 
 use crate::error::Error;
 use crate::grow;
-use crate::model::ModelSpec;
+use crate::model::ModelDescription;
 use crate::partial_slot::PartialSlot;
 use crate::plan::Key;
-use crate::registry::{Reader, Shared, State};
+use crate::registry::{RegisteredReader, RegistryState, SharedRegistry};
 use crate::service;
 use crate::set::{ModelSet, SetEntry};
 use crate::shared::Ending;
 use crate::snapshot::Snapshot;
 use crate::socket::Listener;
 use crate::wait::Deadline;
-use crate::wire::FromSender;
-use crate::writer::{self, SegmentOptions, Threads};
+use crate::wire::SenderMessage;
+use crate::writer::{self, SegmentOptions, SegmentThreads};
 
-pub use self::events::{Event, Progress, WorkerInstance};
 pub(crate) use self::events::{Relayed, Ticket};
+pub use self::events::{ReportedProgress, WorkerEvent, WorkerInstance};
 
 /// A relay's end of a segment of its own.
 ///
 /// A thread of its own accepts readers and notices their deaths. Dropping it
 /// tells them that the relay has left ([`Ending::Moved`]).
 #[derive(Debug)]
-pub struct Relay {
-    shared: Arc<Shared>,
-    threads: Mutex<Option<Threads>>,
+pub struct RelaySegment {
+    shared: Arc<SharedRegistry>,
+    threads: Mutex<Option<SegmentThreads>>,
     options: SegmentOptions,
     /// Held while a slot is lent, so that only one thread lends at a time.
     lending: Mutex<()>,
 }
 
-impl Relay {
+impl RelaySegment {
     /// Makes the segment for a sender's run and models, and begins to accept readers. `sender` is
     /// that sender's process.
     ///
     /// # Errors
     ///
-    /// As [`Writer::create`](crate::Writer::create).
+    /// As [`SegmentWriter::create`](crate::SegmentWriter::create).
     pub fn create(
         listener: Listener,
         secret: [u8; 16],
         (run, sender): (Run, u32),
-        models: &[ModelSpec],
+        models: &[ModelDescription],
         options: SegmentOptions,
     ) -> Result<Self, Error> {
         writer::check(models, &options)?;
         // 0 would mean that there is no process.
         let relayed = Relayed::new(sender.max(1));
-        let shared = Shared::new(run, models, secret, &options, Some(relayed))?;
-        let threads = Threads::start(&shared, listener)?;
+        let shared = SharedRegistry::new(run, models, secret, &options, Some(relayed))?;
+        let threads = SegmentThreads::start(&shared, listener)?;
         Ok(Self {
             shared,
             threads: Mutex::new(Some(threads)),
@@ -85,7 +85,7 @@ impl Relay {
     ///
     /// [`Error::SenderClosed`] once the relay is closed, [`Error::Forked`] in a forked child, or
     /// those of the operating system.
-    pub fn wait(&self, deadline: Deadline) -> Result<Vec<Event>, Error> {
+    pub fn wait(&self, deadline: Deadline) -> Result<Vec<WorkerEvent>, Error> {
         let relayed = self.relayed();
         let events = self.shared.wait_until(deadline, || {
             // A worker that has left may have said why just before.
@@ -101,7 +101,7 @@ impl Relay {
     }
 
     /// The events that were not reported before, without waiting; also after the end.
-    pub fn last_events(&self) -> Vec<Event> {
+    pub fn last_events(&self) -> Vec<WorkerEvent> {
         match self.shared.header.map.usable() {
             Ok(()) => self.relayed().look(&self.shared.state()),
             Err(_) => Vec::new(),
@@ -225,7 +225,7 @@ impl Relay {
         (model, asked): (usize, Version),
         known: Vec<Version>,
     ) {
-        let packet = FromSender::NoSuchVersion {
+        let packet = SenderMessage::NoSuchVersion {
             question,
             model: model as u8,
             asked,
@@ -235,7 +235,7 @@ impl Relay {
             return;
         };
         let reader = find(&state, who).and_then(|key| state.readers.get(&key));
-        if let Some(socket) = reader.and_then(Reader::socket) {
+        if let Some(socket) = reader.and_then(RegisteredReader::socket) {
             // A worker that does not read its answers waits until its own deadline.
             let _ = socket.send(&packet.encode(), &[]);
         }
@@ -318,7 +318,7 @@ impl Relay {
     }
 
     #[cfg(test)]
-    pub(crate) fn locked_for_a_test(&self) -> std::sync::MutexGuard<'_, State> {
+    pub(crate) fn locked_for_a_test(&self) -> std::sync::MutexGuard<'_, RegistryState> {
         self.shared.state()
     }
 
@@ -342,14 +342,14 @@ impl Relay {
     }
 }
 
-impl Drop for Relay {
+impl Drop for RelaySegment {
     fn drop(&mut self) {
         self.close(Ending::Moved);
     }
 }
 
 /// The worker's newest reader, if it is this one and has not left.
-fn find(state: &State, who: WorkerInstance) -> Option<Key> {
+fn find(state: &RegistryState, who: WorkerInstance) -> Option<Key> {
     let all = (who.worker, 0)..=(who.worker, u64::MAX);
     let (key, reader) = state.readers.range(all).next_back()?;
     (reader.instance == who.instance && !reader.has_left()).then_some(*key)

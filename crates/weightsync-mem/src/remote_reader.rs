@@ -16,19 +16,22 @@ use weightsync_core::{Epoch, Run, Version, WorkerId, WorkerRoute, WorkerStatus};
 use crate::error::{Error, os};
 use crate::plan::{Answer, Key};
 use crate::protocol::order;
-use crate::registry::{Call, Departure, End, MAX_REMOTE_READERS, Reader, Shared, State};
+use crate::registry::{
+    Departure, MAX_REMOTE_READERS, MailboxCall, ReaderEnd, RegisteredReader, RegistryState,
+    SharedRegistry,
+};
 use crate::service::JoinRequest;
-use crate::set::{ModelSet, Models, SetEntry};
-use crate::shared::{Exit, PrivatePages};
+use crate::set::{ModelMask, ModelSet, SetEntry};
+use crate::shared::{PrivatePages, ReaderExit};
 use crate::snapshot::Snapshot;
 use crate::sync::load_acquire;
 use crate::wire::{Delivery, MAX_DEVICE, Want};
-use crate::writer::Writer;
+use crate::writer::SegmentWriter;
 
 /// Adds remote readers to a sender. May outlive the sender; joins then fail.
 #[derive(Clone, Debug)]
 pub struct RemoteReaders {
-    shared: Arc<Shared>,
+    shared: Arc<SharedRegistry>,
 }
 
 /// How a remote reader joins.
@@ -40,8 +43,8 @@ pub struct RemoteReaderOptions {
     pub pid: u32,
     /// The highest epoch that the worker has seen; a sender below it is refused.
     pub seen: Epoch,
-    /// The wanted models; [`Models::ALL`] for all.
-    pub models: Models,
+    /// The wanted models; [`ModelMask::ALL`] for all.
+    pub models: ModelMask,
     /// Which versions the worker gets.
     pub delivery: Delivery,
     /// Where the worker's weights live, for people to read.
@@ -52,7 +55,7 @@ pub struct RemoteReaderOptions {
 
 /// A set that a remote reader was notified of.
 #[derive(Clone, Debug)]
-pub struct Notified {
+pub struct NotifiedSet {
     /// Grows from one set to the next.
     pub sequence: u64,
     /// One whole version for each model of the set.
@@ -61,9 +64,9 @@ pub struct Notified {
 
 /// A reader on another host. Dropping it counts it as [lost](Departure::Lost).
 pub struct RemoteReader {
-    shared: Arc<Shared>,
+    shared: Arc<SharedRegistry>,
     key: Key,
-    models: Models,
+    models: ModelMask,
     delivery: Delivery,
     /// How many entries of its queue were handed out.
     handed: AtomicU64,
@@ -71,7 +74,7 @@ pub struct RemoteReader {
 
 impl RemoteReaders {
     /// For this sender.
-    pub fn of(writer: &Writer) -> Self {
+    pub fn of(writer: &SegmentWriter) -> Self {
         Self {
             shared: writer.shared.clone(),
         }
@@ -137,8 +140,8 @@ impl RemoteReaders {
     }
 
     /// Notes that this process lacked the descriptors or the memory for a connection of a
-    /// worker. [`Writer::wait_readers`] then reports that, and not a missing worker. Other errors
-    /// are the worker's, and are not noted.
+    /// worker. [`SegmentWriter::wait_readers`] then reports that, and not a missing worker. Other
+    /// errors are the worker's, and are not noted.
     pub fn note_failed_accept(&self, error: &std::io::Error) {
         let is_own = |errno: &Errno| {
             let own = [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::NOBUFS];
@@ -214,15 +217,15 @@ impl RemoteReaders {
                 "{MAX_REMOTE_READERS} workers are connected from other hosts, which is the limit"
             ));
         }
-        let models = models.and(Models::first(shared.models.len()));
+        let models = models.and(ModelMask::first(shared.models.len()));
         state.joined += 1;
         let key = (worker, state.joined);
-        let end = End::RemoteReader {
+        let end = ReaderEnd::RemoteReader {
             pages: PrivatePages::new(),
             pid,
-            call: Call(Arc::new(move |(worker, _)| call(worker))),
+            call: MailboxCall(Arc::new(move |(worker, _)| call(worker))),
         };
-        let mut reader = Reader::new(end, 0, models, delivery, request.device);
+        let mut reader = RegisteredReader::new(end, 0, models, delivery, request.device);
         reader.location = location;
         state.add(key, reader);
         let records = shared.observe(&mut state);
@@ -250,7 +253,7 @@ impl RemoteReader {
     }
 
     /// The models that the worker gets.
-    pub fn models(&self) -> Models {
+    pub fn models(&self) -> ModelMask {
         self.models
     }
 
@@ -267,7 +270,7 @@ impl RemoteReader {
     ///
     /// [`Error::SenderClosed`] after the end, [`Error::Forked`] in a forked child, and those of an
     /// invalid record.
-    pub fn notifications(&self) -> Result<Vec<Notified>, Error> {
+    pub fn notifications(&self) -> Result<Vec<NotifiedSet>, Error> {
         let state = self.shared.open_state()?;
         let Some(reader) = self.reader(&state) else {
             return Ok(Vec::new());
@@ -321,7 +324,7 @@ impl RemoteReader {
     /// # Errors
     ///
     /// As [`notifications`](Self::notifications).
-    pub fn answered(&self) -> Result<Option<(u64, Notified)>, Error> {
+    pub fn answered(&self) -> Result<Option<(u64, NotifiedSet)>, Error> {
         let state = self.shared.open_state()?;
         let Some(reader) = self.reader(&state) else {
             return Ok(None);
@@ -447,7 +450,7 @@ impl RemoteReader {
 
     /// Delivers sets that waited for the room that this reader has made: in its queue, or by a
     /// record.
-    fn deliver(&self, state: &mut State) {
+    fn deliver(&self, state: &mut RegistryState) {
         let plan = &state.plan;
         if plan.anything_waits_for(self.key) || plan.lacks_records() {
             self.shared.deliver(state);
@@ -455,7 +458,7 @@ impl RemoteReader {
     }
 
     /// Frees the entries of the queue up to this sequence number.
-    fn advance(&self, reader: &Reader, sequence: u64) {
+    fn advance(&self, reader: &RegisteredReader, sequence: u64) {
         let Delivery::Every { .. } = self.delivery else {
             return;
         };
@@ -481,7 +484,7 @@ impl RemoteReader {
         if let Some(reader) = self.reader(&state) {
             if departure == Departure::Left {
                 let left = &reader.control().left;
-                left.store(Exit::InOrder.word(), Ordering::Release);
+                left.store(ReaderExit::InOrder.word(), Ordering::Release);
             }
             state.bury(self.key, departure);
             if state.plan.anything_waits() {
@@ -492,18 +495,23 @@ impl RemoteReader {
         }
     }
 
-    fn reader<'a>(&self, state: &'a State) -> Option<&'a Reader> {
+    fn reader<'a>(&self, state: &'a RegistryState) -> Option<&'a RegisteredReader> {
         state.readers.get(&self.key)
     }
 
-    fn hold(&self, state: &State, sequence: u64, set: &ModelSet) -> Result<Notified, Error> {
+    fn hold(
+        &self,
+        state: &RegistryState,
+        sequence: u64,
+        set: &ModelSet,
+    ) -> Result<NotifiedSet, Error> {
         let set = set.only(self.models);
         let models = set.models();
         let held = models.iter().map(|model| {
             let held = self.shared.hold(state, model, &set)?;
             held.ok_or(Error::SenderClosed)
         });
-        Ok(Notified {
+        Ok(NotifiedSet {
             sequence,
             members: held.collect::<Result<_, _>>()?,
         })

@@ -10,9 +10,9 @@ use weightsync_core::{Level, Outcome, Targets, Version, WorkerId, WorkerReport};
 
 use self::settling::Settling;
 use crate::error::Error;
-use crate::plan::{Disposition, Key, Plan, Published};
-use crate::registry::{Reader, Shared, State};
-use crate::set::Models;
+use crate::plan::{Disposition, Key, Plan, PublicationPlan};
+use crate::registry::{RegisteredReader, RegistryState, SharedRegistry};
+use crate::set::ModelMask;
 use crate::snapshot::Snapshot;
 use crate::wait::Deadline;
 
@@ -40,12 +40,12 @@ pub struct Publication {
 /// Waits for readers; usable from any thread, also from several.
 #[derive(Clone, Debug)]
 pub struct Waiter {
-    shared: Arc<Shared>,
+    shared: Arc<SharedRegistry>,
 }
 
 impl Publication {
     pub(crate) fn new(
-        published: Published,
+        published: PublicationPlan,
         targets: &Targets,
         at: Instant,
         waits_for_late: bool,
@@ -68,7 +68,7 @@ impl Publication {
     }
 
     /// For how long a reader has been late, if the send does not wait for it.
-    fn late(&self, reader: &Reader) -> Option<Duration> {
+    fn late(&self, reader: &RegisteredReader) -> Option<Duration> {
         match self.waits_for_late {
             true => None,
             false => reader.late.since(self.sequence, || reader.progress()),
@@ -79,7 +79,7 @@ impl Publication {
     fn outcome(
         &self,
         (key, disposition): (Key, Disposition),
-        reader: &Reader,
+        reader: &RegisteredReader,
         plan: &Plan,
         level: Level,
     ) -> Option<Outcome> {
@@ -131,12 +131,17 @@ impl Publication {
 
     /// Whether a reader of these models with these loaded versions has loaded the publication. It
     /// may have gone back since, to a version that it asked for.
-    fn is_applied(&self, mine: Models, sequence: u64, applied: impl Fn(&usize) -> Version) -> bool {
+    fn is_applied(
+        &self,
+        mine: ModelMask,
+        sequence: u64,
+        applied: impl Fn(&usize) -> Version,
+    ) -> bool {
         sequence >= self.sequence && self.is_current(mine, applied)
     }
 
     /// Whether a reader of these models runs the published versions or newer ones.
-    fn is_current(&self, mine: Models, applied: impl Fn(&usize) -> Version) -> bool {
+    fn is_current(&self, mine: ModelMask, applied: impl Fn(&usize) -> Version) -> bool {
         let mut published = self.versions.iter();
         published.all(|(model, version)| !mine.contains(*model) || applied(model) >= *version)
     }
@@ -163,15 +168,15 @@ impl Waiter {
     ///
     /// # Errors
     ///
-    /// [`Error::SenderClosed`] if the [`Writer`](crate::Writer) is gone, [`Error::Forked`] in a
-    /// forked child, [`Error::BadOption`] if there is no such model.
+    /// [`Error::SenderClosed`] if the [`SegmentWriter`](crate::SegmentWriter) is gone,
+    /// [`Error::Forked`] in a forked child, [`Error::BadOption`] if there is no such model.
     pub fn snapshot(&self, model: usize) -> Result<Option<Snapshot>, Error> {
         self.shared.check_model(model)?;
         let state = self.shared.state();
         self.shared.hold(&state, model, state.plan.default_set())
     }
 
-    pub(crate) fn new(shared: Arc<Shared>) -> Self {
+    pub(crate) fn new(shared: Arc<SharedRegistry>) -> Self {
         Self { shared }
     }
 
@@ -179,7 +184,7 @@ impl Waiter {
     /// for, or the reader has refused it or gone, or the deadline comes. One line
     /// for each reader it was for, for each of its workers that left in order since
     /// the last lines were made, and for each that failed, died or was lost and is
-    /// neither back nor [forgotten](crate::Writer::forget); by worker.
+    /// neither back nor [forgotten](crate::SegmentWriter::forget); by worker.
     ///
     /// While it waits it also puts into queues what had no room there before.
     /// What finds none by the deadline is [`Outcome::Late`] and goes on waiting
@@ -187,11 +192,11 @@ impl Waiter {
     ///
     /// A reader that was [late](Self::late) for an earlier publication and has not moved
     /// since is not waited for, unless the publication
-    /// [waits for such](crate::Staging::wait_for_late).
+    /// [waits for such](crate::StagingSlots::wait_for_late).
     ///
     /// # Errors
     ///
-    /// [`Error::SenderClosed`] if the [`Writer`](crate::Writer) is gone,
+    /// [`Error::SenderClosed`] if the [`SegmentWriter`](crate::SegmentWriter) is gone,
     /// [`Error::Forked`] in a forked child, or of the operating system: what goes
     /// wrong at a reader is its line.
     pub fn settle(
@@ -271,7 +276,7 @@ impl Waiter {
     pub fn late(&self, publication: &Publication, level: Level) -> Result<(), Error> {
         self.shared.open()?;
         let mut state = self.shared.state();
-        let State { readers, plan, .. } = &mut *state;
+        let RegistryState { readers, plan, .. } = &mut *state;
         for (key, disposition) in &publication.dispositions {
             if let Some(reader) = readers.get_mut(key)
                 && publication

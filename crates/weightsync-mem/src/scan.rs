@@ -19,13 +19,13 @@
 use std::fmt;
 
 use crate::plan::{Key, Plan};
-use crate::protocol::{Head, PinWord, SlotSet};
-use crate::set::{ModelSet, Models};
+use crate::protocol::{PinWord, QueueHead, SlotSet};
+use crate::set::{ModelMask, ModelSet};
 
 /// The words of a reader's page that say what it holds.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Words<'a> {
-    pub(crate) head: &'a Head,
+    pub(crate) head: &'a QueueHead,
     pub(crate) records: &'a PinWord,
     /// By model.
     pub(crate) pins: &'a [PinWord],
@@ -34,7 +34,7 @@ pub(crate) struct Words<'a> {
 /// What one reader may claim to hold.
 #[derive(Debug)]
 pub(crate) struct Claims {
-    models: Models,
+    models: ModelMask,
     /// The records of its record word at the last reading, as far as they count.
     records: SlotSet,
     /// The records that its mailbox has named, and that it may have pinned since.
@@ -72,7 +72,7 @@ impl fmt::Display for Breach {
 
 impl Claims {
     /// The claims of a reader of these models, before its first notification.
-    pub(crate) fn new(models: Models) -> Self {
+    pub(crate) fn new(models: ModelMask) -> Self {
         let rows = models.iter().last().map_or(0, |last| last + 1);
         Self {
             models,

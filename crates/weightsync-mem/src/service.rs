@@ -14,15 +14,17 @@ use rustix::event::{PollFd, PollFlags};
 use weightsync_core::{Epoch, Version, WorkerId};
 
 use crate::error::{Error, unexpected};
-use crate::map::{Mapping, OwnedFile};
+use crate::map::{MemoryMap, OwnedFile};
 use crate::plan::{Answer, Key};
-use crate::registry::{Departure, End, MAX_READERS, Reader, Shared, State};
+use crate::registry::{
+    Departure, MAX_READERS, ReaderEnd, RegisteredReader, RegistryState, SharedRegistry,
+};
 use crate::relay::Ticket;
-use crate::set::Models;
+use crate::set::ModelMask;
 use crate::shared::{CONTROL_BYTES, MAILBOX_BYTES};
 use crate::socket::{HANG_UP, Listener, Socket};
 use crate::wait::{poll, poll_slice};
-use crate::wire::{Delivery, FromReader, FromSender, Packet, Want};
+use crate::wire::{Delivery, Packet, ReaderMessage, SenderMessage, Want};
 
 /// The most connections without a hello, and how long one may last.
 const MAX_STRANGERS: usize = 64;
@@ -34,9 +36,12 @@ const OWING_TIME: Duration = Duration::from_millis(20);
 /// How often a relay shows its readers that it gets to run.
 const BEAT: Duration = Duration::from_millis(500);
 
-/// Starts the thread. It ends when [`Shared::close`] is called.
-pub(crate) fn start(shared: Arc<Shared>, listener: Listener) -> Result<JoinHandle<()>, Error> {
-    let service = Service {
+/// Starts the thread. It ends when [`SharedRegistry::close`] is called.
+pub(crate) fn start(
+    shared: Arc<SharedRegistry>,
+    listener: Listener,
+) -> Result<JoinHandle<()>, Error> {
+    let service = SegmentService {
         listener,
         strangers: Vec::new(),
         owes: false,
@@ -53,7 +58,7 @@ pub(crate) fn start(shared: Arc<Shared>, listener: Listener) -> Result<JoinHandl
 }
 
 /// Shuts down strangers' connections, so that copies of their descriptors end too.
-impl Drop for Service {
+impl Drop for SegmentService {
     fn drop(&mut self) {
         for stranger in &self.strangers {
             stranger.socket.shut_down();
@@ -61,8 +66,8 @@ impl Drop for Service {
     }
 }
 
-struct Service {
-    shared: Arc<Shared>,
+struct SegmentService {
+    shared: Arc<SharedRegistry>,
     listener: Listener,
     strangers: Vec<Stranger>,
     /// Some reader still waits for slots.
@@ -77,7 +82,7 @@ struct Stranger {
     until: Instant,
 }
 
-impl Service {
+impl SegmentService {
     fn run(mut self) {
         loop {
             match self.select() {
@@ -196,10 +201,10 @@ impl Service {
     }
 }
 
-impl Shared {
+impl SharedRegistry {
     /// Handles a reader's messages, and removes the reader once its end is gone.
     pub(crate) fn listen_to(&self, key: Key, died: bool) -> Result<(), Error> {
-        let socket = |state: &State| state.readers.get(&key)?.socket().cloned();
+        let socket = |state: &RegistryState| state.readers.get(&key)?.socket().cloned();
         let Some(socket) = socket(&self.state()) else {
             return Ok(());
         };
@@ -216,23 +221,23 @@ impl Shared {
                 // No bytes mean the end of the stream or an empty packet.
                 Ok(Packet::HungUp) if is_gone(&socket) => break,
                 Ok(Packet::HungUp) => "it sent an empty packet".into(),
-                Ok(Packet::Data(bytes, _)) => match FromReader::decode(&bytes) {
-                    Ok(FromReader::Refused {
+                Ok(Packet::Data(bytes, _)) => match ReaderMessage::decode(&bytes) {
+                    Ok(ReaderMessage::Refused {
                         sequence: 0,
                         reason,
                     }) => {
                         state.reject(key, reason);
                         continue;
                     }
-                    Ok(FromReader::Refused { sequence, reason }) => {
+                    Ok(ReaderMessage::Refused { sequence, reason }) => {
                         reader.refused = Some((sequence, reason));
                         continue;
                     }
-                    Ok(FromReader::Room) => {
+                    Ok(ReaderMessage::Room) => {
                         self.deliver(&mut state);
                         continue;
                     }
-                    Ok(FromReader::Withdraw) => {
+                    Ok(ReaderMessage::Withdraw) => {
                         match (&self.relayed, state.readers.get(&key)) {
                             (Some(relayed), Some(reader)) => {
                                 relayed.note_withdrawal((key, reader));
@@ -241,7 +246,7 @@ impl Shared {
                         }
                         continue;
                     }
-                    Ok(FromReader::Ask { question, want }) => {
+                    Ok(ReaderMessage::Ask { question, want }) => {
                         reader.asks = true;
                         if let Some(relayed) = &self.relayed {
                             relayed.note_question((key, reader), question, want);
@@ -252,8 +257,8 @@ impl Shared {
                             Some(fault) => fault,
                         }
                     }
-                    Ok(FromReader::Hello { .. }) => "it said hello twice".into(),
-                    Ok(FromReader::Status) => "it asked for the status after its hello".into(),
+                    Ok(ReaderMessage::Hello { .. }) => "it said hello twice".into(),
+                    Ok(ReaderMessage::Status) => "it asked for the status after its hello".into(),
                     Err(error) => error.to_string(),
                 },
                 // Out of memory or descriptors: the reader lives and its pins count; the caller
@@ -275,7 +280,7 @@ impl Shared {
     }
 
     /// Removes a reader whose process is gone, and notifies a relay.
-    fn bury(&self, state: &mut State, key: Key) {
+    fn bury(&self, state: &mut RegistryState, key: Key) {
         if let Some(relayed) = &self.relayed {
             relayed.note_gone(state, key, Departure::Died);
         }
@@ -284,7 +289,7 @@ impl Shared {
 
     /// Delivers what the slots and records of a departed or rejected reader make room for, and has
     /// every waiting thread look again.
-    fn pass_on(&self, state: &mut State) {
+    fn pass_on(&self, state: &mut RegistryState) {
         if state.plan.anything_waits() {
             self.deliver(state);
         }
@@ -310,9 +315,9 @@ impl Shared {
                 return None;
             }
         };
-        let hello = FromReader::decode(&bytes);
+        let hello = ReaderMessage::decode(&bytes);
         match hello {
-            Ok(FromReader::Hello {
+            Ok(ReaderMessage::Hello {
                 secret,
                 worker,
                 seen,
@@ -351,7 +356,7 @@ impl Shared {
                     Err(reason) => self.refuse(&socket, reason),
                 }
             }
-            Ok(FromReader::Status) => self.tell_status(&socket),
+            Ok(ReaderMessage::Status) => self.tell_status(&socket),
             Ok(_) => deny(&socket, "expected a hello first".into()),
             Err(error) => deny(&socket, error.to_string()),
         }
@@ -366,7 +371,7 @@ impl Shared {
         let text = answer(self.roster());
         let told = OwnedFile::new("weightsync-status", text.len().max(1)).and_then(|file| {
             file.fill(&text);
-            let packet = FromSender::Status {
+            let packet = SenderMessage::Status {
                 bytes: text.len() as u64,
             };
             socket.send(&packet.encode(), &[file.fd.as_fd()])
@@ -383,7 +388,13 @@ impl Shared {
     }
 
     /// Answers a reader's question. An error text if the question breaks the protocol.
-    fn answer(&self, state: &mut State, key: Key, question: u64, want: Want) -> Option<String> {
+    fn answer(
+        &self,
+        state: &mut RegistryState,
+        key: Key,
+        question: u64,
+        want: Want,
+    ) -> Option<String> {
         let records = self.observe(state);
         let answer = self.decide(state, |plan, steps| {
             plan.ask(key, question, want, records, steps)
@@ -395,7 +406,7 @@ impl Shared {
         match answer {
             Answer::Notified | Answer::Later | Answer::Gone => None,
             Answer::Unknown { known } => {
-                let packet = FromSender::NoSuchVersion {
+                let packet = SenderMessage::NoSuchVersion {
                     question,
                     model: model as u8,
                     asked,
@@ -422,13 +433,13 @@ impl Shared {
         request: JoinRequest,
         seen: Epoch,
         socket: Arc<Socket>,
-        control: Mapping,
+        control: MemoryMap,
     ) -> Result<(), (Arc<Socket>, String)> {
         let Some(relayed) = &self.relayed else {
             return self.welcome(request, socket, control);
         };
         // Sent first, because the answer may follow at once.
-        let _ = socket.send(&FromSender::Wait.encode(), &[]);
+        let _ = socket.send(&SenderMessage::Wait.encode(), &[]);
         let ticket = Ticket {
             request,
             socket,
@@ -447,9 +458,9 @@ impl Shared {
                 self.run.epoch
             ));
         }
-        let there_are = Models::first(self.models.len());
+        let there_are = ModelMask::first(self.models.len());
         let wanted = request.models;
-        if wanted != Models::ALL && (wanted.is_empty() || wanted.and(there_are) != wanted) {
+        if wanted != ModelMask::ALL && (wanted.is_empty() || wanted.and(there_are) != wanted) {
             return Err(format!(
                 "the worker asks for models {wanted:?}, but there are {there_are:?}"
             ));
@@ -472,7 +483,7 @@ impl Shared {
     ///
     /// The caller holds the lock until the newcomer is added: two newcomers at the same time could
     /// otherwise both get the number.
-    pub(crate) fn vacate(&self, state: &mut State, worker: WorkerId) -> Result<(), String> {
+    pub(crate) fn vacate(&self, state: &mut RegistryState, worker: WorkerId) -> Result<(), String> {
         let before = state.readers.range((worker, 0)..=(worker, u64::MAX));
         for key in before.map(|(key, _)| *key).collect::<Vec<_>>() {
             let Some(old) = state.readers.get(&key) else {
@@ -497,7 +508,7 @@ impl Shared {
         &self,
         request: JoinRequest,
         socket: Arc<Socket>,
-        control: Mapping,
+        control: MemoryMap,
     ) -> Result<(), (Arc<Socket>, String)> {
         let mailbox = match OwnedFile::new("weightsync-mailbox", MAILBOX_BYTES) {
             Ok(mailbox) => mailbox,
@@ -522,15 +533,15 @@ impl Shared {
         if let Err(reason) = vacant {
             return Err((socket, reason));
         }
-        let models = request.models.and(Models::first(self.models.len()));
+        let models = request.models.and(ModelMask::first(self.models.len()));
         state.joined += 1;
         let key = (request.worker, state.joined);
-        let end = End::Process {
+        let end = ReaderEnd::Process {
             socket: socket.clone(),
             control,
             mailbox: mailbox.map.clone(),
         };
-        let reader = Reader::new(
+        let reader = RegisteredReader::new(
             end,
             request.instance,
             models,
@@ -567,18 +578,18 @@ impl Shared {
     /// The packets are few and small, so the buffer of a new connection has room for them.
     fn hand_out(
         &self,
-        state: &State,
+        state: &RegistryState,
         socket: &Socket,
-        models: Models,
+        models: ModelMask,
         mailbox: &OwnedFile,
     ) -> Result<(), Error> {
-        let send = |packet: FromSender, fds: &[BorrowedFd<'_>]| match socket
+        let send = |packet: SenderMessage, fds: &[BorrowedFd<'_>]| match socket
             .send(&packet.encode(), fds)?
         {
             true => Ok(()),
             false => Err(unexpected("a worker that reads", "a full socket".into())),
         };
-        let welcome = FromSender::Welcome {
+        let welcome = SenderMessage::Welcome {
             run: self.run,
             count: self.models.len() as u8,
             models,
@@ -590,7 +601,7 @@ impl Shared {
         for model in models.iter() {
             let served = &self.models[model];
             let slots = &state.slots[model];
-            let packet = FromSender::Model {
+            let packet = SenderMessage::Model {
                 index: model as u8,
                 slots: slots.len() as u8,
                 slot_bytes: served.model.slot_bytes() as u64,
@@ -609,7 +620,7 @@ impl Shared {
 #[derive(Debug)]
 pub(crate) struct JoinRequest {
     pub(crate) worker: WorkerId,
-    pub(crate) models: Models,
+    pub(crate) models: ModelMask,
     pub(crate) delivery: Delivery,
     pub(crate) device: String,
     pub(crate) instance: u64,
@@ -618,14 +629,14 @@ pub(crate) struct JoinRequest {
 /// Tells a reader why it gets nothing.
 pub(crate) fn deny(socket: &Socket, reason: String) {
     // If the reader does not read, it does not learn of this.
-    let _ = socket.send(&FromSender::Denied { reason }.encode(), &[]);
+    let _ = socket.send(&SenderMessage::Denied { reason }.encode(), &[]);
 }
 
 /// The reader's control page, from the descriptors of its hello.
-fn take_control(fds: Vec<OwnedFd>) -> Result<Mapping, String> {
+fn take_control(fds: Vec<OwnedFd>) -> Result<MemoryMap, String> {
     let [control] = <[OwnedFd; 1]>::try_from(fds)
         .map_err(|fds| format!("expected one control page, got {}", fds.len()))?;
-    Mapping::of_peer(control.as_fd(), CONTROL_BYTES).map_err(|error| error.to_string())
+    MemoryMap::of_peer(control.as_fd(), CONTROL_BYTES).map_err(|error| error.to_string())
 }
 
 /// Whether the process or the end of a connection is gone.

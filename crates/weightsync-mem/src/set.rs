@@ -19,9 +19,9 @@ const MAGIC: u64 = u64::from_le_bytes(*b"wsSET\x02\0\0");
 
 /// A set of a segment's models, a bit each.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-pub struct Models(pub u64);
+pub struct ModelMask(pub u64);
 
-impl Models {
+impl ModelMask {
     /// All models, however many there are.
     pub const ALL: Self = Self(u64::MAX);
 
@@ -85,7 +85,7 @@ impl Models {
     }
 }
 
-impl fmt::Debug for Models {
+impl fmt::Debug for ModelMask {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::ALL => f.write_str("all"),
@@ -106,7 +106,7 @@ pub(crate) struct SetEntry {
 /// Unused entries are zero, so that equal sets are equal byte by byte.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ModelSet {
-    models: Models,
+    models: ModelMask,
     slots: [u8; MAX_MODELS],
     versions: [Version; MAX_MODELS],
 }
@@ -114,12 +114,12 @@ pub(crate) struct ModelSet {
 impl ModelSet {
     /// The set before the first publication.
     pub(crate) const EMPTY: Self = Self {
-        models: Models(0),
+        models: ModelMask(0),
         slots: [0; MAX_MODELS],
         versions: [Version::NONE; MAX_MODELS],
     };
 
-    pub(crate) fn models(&self) -> Models {
+    pub(crate) fn models(&self) -> ModelMask {
         self.models
     }
 
@@ -136,13 +136,13 @@ impl ModelSet {
 
     /// Sets a model's version, and replaces an earlier one.
     pub(crate) fn put(&mut self, model: usize, entry: SetEntry) {
-        self.models = self.models.or(Models(1 << model));
+        self.models = self.models.or(ModelMask(1 << model));
         self.slots[model] = entry.slot;
         self.versions[model] = entry.version;
     }
 
     /// Removes models from the set.
-    pub(crate) fn remove(&mut self, models: Models) {
+    pub(crate) fn remove(&mut self, models: ModelMask) {
         for model in self.models.and(models).iter() {
             self.slots[model] = 0;
             self.versions[model] = Version::NONE;
@@ -166,13 +166,13 @@ impl ModelSet {
 
     /// A copy of the set with only these models.
     #[must_use]
-    pub(crate) fn only(mut self, models: Models) -> Self {
+    pub(crate) fn only(mut self, models: ModelMask) -> Self {
         self.keep(models);
         self
     }
 
     /// Removes all models except these.
-    pub(crate) fn keep(&mut self, models: Models) {
+    pub(crate) fn keep(&mut self, models: ModelMask) {
         self.remove(self.models.without(models));
     }
 
@@ -261,7 +261,7 @@ impl SetRecord {
         }
         let mut set = ModelSet::EMPTY;
         let versions = versions(words[1]);
-        for (at, model) in Models(words[1]).iter().enumerate() {
+        for (at, model) in ModelMask(words[1]).iter().enumerate() {
             let slot = (words[SLOTS + at / 8] >> (at % 8 * 8)) as u8;
             let version = Version(words[versions + at]);
             if usize::from(slot) >= MAX_SLOTS {
@@ -311,7 +311,7 @@ mod tests {
 
     /// Sets of 0, 1, 9 and 64 models.
     fn records() -> Vec<SetRecord> {
-        let record = |models: Models| {
+        let record = |models: ModelMask| {
             let mut set = ModelSet::EMPTY;
             for model in models.iter() {
                 let slot = (model * 7 % MAX_SLOTS) as u8;
@@ -321,9 +321,9 @@ mod tests {
             let sequence = 1 << 50;
             SetRecord { sequence, set }
         };
-        let few = Models::of(&[0, 2, 3, 17, 30, 31, 40, 62, 63, 64, 1000]);
+        let few = ModelMask::of(&[0, 2, 3, 17, 30, 31, 40, 62, 63, 64, 1000]);
         assert_eq!(few.len(), 9);
-        [Models(0), Models(1 << 63), few, Models::ALL]
+        [ModelMask(0), ModelMask(1 << 63), few, ModelMask::ALL]
             .map(record)
             .to_vec()
     }
@@ -389,17 +389,20 @@ mod tests {
         };
         let all = set(&[(0, 1), (1, 1), (63, 4)]).with(&set(&[(1, 2), (5, 3)]));
         assert_eq!(all, set(&[(0, 1), (1, 2), (5, 3), (63, 4)]));
-        assert_eq!(all.only(Models::of(&[1, 63, 7])), set(&[(1, 2), (63, 4)]));
+        assert_eq!(
+            all.only(ModelMask::of(&[1, 63, 7])),
+            set(&[(1, 2), (63, 4)])
+        );
         assert_eq!(all.entry(7), None);
         let mut none = all;
-        none.remove(Models::ALL);
+        none.remove(ModelMask::ALL);
         assert_eq!(none, ModelSet::EMPTY);
     }
 
     #[test]
     fn the_first_models_are_counted_from_zero() {
-        assert_eq!(Models::first(0), Models(0));
-        assert_eq!(Models::first(3).iter().collect::<Vec<_>>(), [0, 1, 2]);
-        assert_eq!(Models::first(64), Models::ALL);
+        assert_eq!(ModelMask::first(0), ModelMask(0));
+        assert_eq!(ModelMask::first(3).iter().collect::<Vec<_>>(), [0, 1, 2]);
+        assert_eq!(ModelMask::first(64), ModelMask::ALL);
     }
 }

@@ -9,7 +9,7 @@ use weightsync_core::{Digest, Version};
 use crate::error::Error;
 use crate::map::Table;
 use crate::protocol::{
-    Head, Live, LiveWord, MAX_MODELS, MAX_RECORDS, MAX_SLOTS, PinWord, Queue, SleepWord,
+    Live, LiveWord, MAX_MODELS, MAX_RECORDS, MAX_SLOTS, PinWord, QueueHead, RecordQueue, SleepWord,
 };
 use crate::set::{SET_WORDS, SetRecord};
 use crate::sync::load_acquire;
@@ -17,19 +17,19 @@ use crate::sync::load_acquire;
 /// A value alone on its pair of cache lines, so that one end's writes do not slow the other's.
 #[repr(C, align(128))]
 #[derive(Debug)]
-pub(crate) struct Line<T>(pub(crate) T);
+pub(crate) struct CachePadded<T>(pub(crate) T);
 
 /// The sender's page: only the sender maps it writable; every reader reads it.
 #[repr(C)]
 #[derive(Debug)]
-pub(crate) struct Header {
+pub(crate) struct HeaderPage {
     /// The sender waits for readers, and wants them to ring.
-    pub(crate) sender: Line<SleepWord>,
+    pub(crate) sender: CachePadded<SleepWord>,
     /// How the segment ended, as an [`Ending`]; 0 before the end.
-    pub(crate) closed: Line<AtomicU64>,
+    pub(crate) closed: CachePadded<AtomicU64>,
     /// Grows for as long as the process of a relay's segment gets to run.
-    pub(crate) beats: Line<AtomicU64>,
-    sets: [Line<[AtomicU64; SET_WORDS]>; MAX_RECORDS],
+    pub(crate) beats: CachePadded<AtomicU64>,
+    sets: [CachePadded<[AtomicU64; SET_WORDS]>; MAX_RECORDS],
 }
 
 /// How a segment ended, unless its process died.
@@ -65,14 +65,14 @@ impl Ending {
 
 /// How a reader closed its end, as its control page says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Exit {
+pub(crate) enum ReaderExit {
     /// The reader leaves in order.
     InOrder,
     /// The reader can use nothing more; its reason is on the way over the socket.
     Failed,
 }
 
-impl Exit {
+impl ReaderExit {
     pub(crate) fn word(self) -> u64 {
         match self {
             Self::InOrder => 1,
@@ -91,9 +91,9 @@ impl Exit {
 }
 
 // SAFETY: atomics only; `repr(C)`; alignment 128.
-unsafe impl Table for Header {}
+unsafe impl Table for HeaderPage {}
 
-impl Header {
+impl HeaderPage {
     /// Writes a set record that no mailbox and no pin holds.
     pub(crate) fn write_set(&self, record: u8, set: &SetRecord) {
         let (words, used) = set.encode();
@@ -129,7 +129,7 @@ impl Header {
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct ModelPage {
-    commits: [Line<Commit>; MAX_SLOTS],
+    commits: [CachePadded<Commit>; MAX_SLOTS],
 }
 
 /// One slot's commit record, and its digest, which is added later.
@@ -201,16 +201,16 @@ impl ModelPage {
 /// One reader's mailbox: only the sender maps it writable; that reader reads it.
 #[repr(C)]
 #[derive(Debug)]
-pub(crate) struct Mailbox {
+pub(crate) struct MailboxPage {
     /// The word for readers that want the newest version.
-    pub(crate) live: Line<LiveWord>,
+    pub(crate) live: CachePadded<LiveWord>,
     /// The answer to a reader's question.
-    pub(crate) answer: Line<AnswerEntry>,
+    pub(crate) answer: CachePadded<AnswerEntry>,
     /// The queue of readers that take every version.
-    pub(crate) queue: Line<Queue>,
+    pub(crate) queue: CachePadded<RecordQueue>,
     /// Sets wait for room in the queue or for a record, and the sender wants to know when there is
     /// some.
-    pub(crate) wants_room: Line<SleepWord>,
+    pub(crate) wants_room: CachePadded<SleepWord>,
 }
 
 /// The answer to a reader's question, separate from its notifications.
@@ -223,7 +223,7 @@ pub(crate) struct AnswerEntry {
 }
 
 // SAFETY: atomics only; `repr(C)`; alignment 128.
-unsafe impl Table for Mailbox {}
+unsafe impl Table for MailboxPage {}
 
 /// A reader's page: only that reader maps it writable. The words that the sender reads while it
 /// waits lie together: for a reader of one model, in the first cache line.
@@ -231,11 +231,11 @@ unsafe impl Table for Mailbox {}
 #[derive(Debug)]
 pub(crate) struct Control {
     pub(crate) sleep: SleepWord,
-    /// An [`Exit`] once the reader has closed its end while snapshots of it live on. The sender no
-    /// longer waits for it, but its data pins still count.
+    /// A [`ReaderExit`] once the reader has closed its end while snapshots of it live on. The
+    /// sender no longer waits for it, but its data pins still count.
     pub(crate) left: AtomicU64,
     /// How many queue entries the reader has taken.
-    pub(crate) head: Head,
+    pub(crate) head: QueueHead,
     /// The number of the last question whose answer the reader no longer needs: it has taken the
     /// answer, asked again, or given up.
     pub(crate) through: AtomicU64,
@@ -280,7 +280,7 @@ unsafe impl Table for Control {}
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct PrivatePages {
-    pub(crate) mailbox: Mailbox,
+    pub(crate) mailbox: MailboxPage,
     pub(crate) control: Control,
 }
 
@@ -294,7 +294,7 @@ impl PrivatePages {
 }
 
 /// Lengths of the shared pages, in whole pages of 4 KiB.
-pub(crate) const HEADER_BYTES: usize = size_of::<Header>().next_multiple_of(4096);
+pub(crate) const HEADER_BYTES: usize = size_of::<HeaderPage>().next_multiple_of(4096);
 pub(crate) const MODEL_PAGE_BYTES: usize = size_of::<ModelPage>().next_multiple_of(4096);
-pub(crate) const MAILBOX_BYTES: usize = size_of::<Mailbox>().next_multiple_of(4096);
+pub(crate) const MAILBOX_BYTES: usize = size_of::<MailboxPage>().next_multiple_of(4096);
 pub(crate) const CONTROL_BYTES: usize = size_of::<Control>().next_multiple_of(4096);

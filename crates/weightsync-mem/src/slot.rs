@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use weightsync_core::Version;
 
 use crate::error::Error;
-use crate::map::{Mapping, OwnedFile};
+use crate::map::{MemoryMap, OwnedFile};
 use crate::pagemap::PageMap;
 use crate::snapshot::Snapshot;
 
@@ -21,7 +21,7 @@ pub(crate) type Written = Box<dyn FnOnce(&[usize]) + Send>;
 #[derive(Debug)]
 pub(crate) struct Slot {
     pub(crate) fd: OwnedFd,
-    pub(crate) map: Arc<Mapping>,
+    pub(crate) map: Arc<MemoryMap>,
     private: Mutex<Private>,
     note: Mutex<Note>,
 }
@@ -41,7 +41,7 @@ pub(crate) struct Note {
 #[derive(Default)]
 struct Private {
     /// Made once, and used for every version in this slot.
-    map: Option<Arc<Mapping>>,
+    map: Option<Arc<MemoryMap>>,
     /// Kept open too, because opening it takes longer than scanning a small mapping.
     pages: Option<PageMap>,
     views: usize,
@@ -57,14 +57,14 @@ impl Slot {
         Ok(Self::with(fd, map))
     }
 
-    /// A reader's slot, as [`Mapping::of_peer`]. The file stays open for the private mapping, which
-    /// few readers need.
+    /// A reader's slot, as [`MemoryMap::of_peer`]. The file stays open for the private mapping,
+    /// which few readers need.
     pub(crate) fn of_peer(fd: OwnedFd, bytes: usize) -> Result<Self, Error> {
-        let map = Mapping::of_peer(fd.as_fd(), bytes)?;
+        let map = MemoryMap::of_peer(fd.as_fd(), bytes)?;
         Ok(Self::with(fd, Arc::new(map)))
     }
 
-    fn with(fd: OwnedFd, map: Arc<Mapping>) -> Self {
+    fn with(fd: OwnedFd, map: Arc<MemoryMap>) -> Self {
         Self {
             fd,
             map,
@@ -107,14 +107,14 @@ impl Slot {
         &self,
         snapshot: &Snapshot,
         written: Option<Written>,
-    ) -> Result<Arc<Mapping>, Error> {
+    ) -> Result<Arc<MemoryMap>, Error> {
         self.map.usable()?;
         let mut private = self.private();
         let swept = private.sweep(snapshot);
         let map = match &private.map {
             Some(map) => map.clone(),
             None => {
-                let map = Arc::new(Mapping::private(self.fd.as_fd(), self.map.len())?);
+                let map = Arc::new(MemoryMap::private(self.fd.as_fd(), self.map.len())?);
                 private.pages = PageMap::open().ok();
                 private.map.insert(map).clone()
             }
@@ -189,7 +189,7 @@ impl Private {
 
 /// The tensors that differ, on pages that are no longer the file's. A page can hold several tensors
 /// of which one was written, so bytes are compared.
-fn changed(map: &Mapping, snapshot: &Snapshot, pages: &[Range<usize>]) -> Vec<usize> {
+fn changed(map: &MemoryMap, snapshot: &Snapshot, pages: &[Range<usize>]) -> Vec<usize> {
     let image = snapshot.bytes();
     let tensors = snapshot.layout().tensors();
     let end = |index: usize| (tensors[index].range.offset + tensors[index].range.len) as usize;

@@ -10,9 +10,9 @@ use weightsync_core::record::CommitRecord;
 use weightsync_core::{Digest, Layout, Run, Version};
 
 use crate::error::Error;
-use crate::model::Model;
+use crate::model::SegmentModel;
 use crate::pins::{Pin, PinBook, PinOwner};
-use crate::private::{PrivateView, SweepsOf};
+use crate::private::{PrivateMapping, SweepsOf};
 use crate::slot::{Slot, Written};
 use crate::spans::CHECKSUM_BLOCK;
 
@@ -29,7 +29,7 @@ use crate::spans::CHECKSUM_BLOCK;
 pub struct Snapshot {
     slot: Arc<Slot>,
     record: CommitRecord,
-    model: Arc<Model>,
+    model: Arc<SegmentModel>,
     pin: Arc<Pin>,
 }
 
@@ -38,7 +38,7 @@ impl Snapshot {
     pub(crate) fn new(
         pin: Pin,
         slot: Arc<Slot>,
-        model: Arc<Model>,
+        model: Arc<SegmentModel>,
         run: Run,
     ) -> Result<Self, Error> {
         let number = pin.slot;
@@ -115,12 +115,12 @@ impl Snapshot {
     }
 
     /// The same bytes, mapped so that this process alone can write them in place; see
-    /// [`PrivateView`].
+    /// [`PrivateMapping`].
     ///
     /// # Errors
     ///
     /// [`Error::Os`] if the memory cannot be mapped, [`Error::Forked`] in a forked child.
-    pub fn private(&self) -> Result<PrivateView, Error> {
+    pub fn private(&self) -> Result<PrivateMapping, Error> {
         self.lend(None)
     }
 
@@ -137,13 +137,13 @@ impl Snapshot {
     pub fn private_with(
         &self,
         written: impl FnOnce(&[usize]) + Send + 'static,
-    ) -> Result<PrivateView, Error> {
+    ) -> Result<PrivateMapping, Error> {
         self.lend(Some(Box::new(written)))
     }
 
-    fn lend(&self, written: Option<Written>) -> Result<PrivateView, Error> {
+    fn lend(&self, written: Option<Written>) -> Result<PrivateMapping, Error> {
         let map = self.slot.lend(self, written)?;
-        Ok(PrivateView::new(self.clone(), map))
+        Ok(PrivateMapping::new(self.clone(), map))
     }
 
     /// The digest that the sender has made of this version, if any.

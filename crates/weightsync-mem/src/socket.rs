@@ -209,9 +209,9 @@ impl Socket {
             });
         }
         let pidfd = match peer_pidfd(fd.as_fd(), peer.pid) {
-            Peer::Watched(pidfd) => Some(pidfd),
-            Peer::Unknown => None,
-            Peer::Gone => return Ok(None),
+            PeerProcess::Watched(pidfd) => Some(pidfd),
+            PeerProcess::Unknown => None,
+            PeerProcess::Gone => return Ok(None),
         };
         Ok(Some(Self {
             fd,
@@ -351,7 +351,7 @@ fn peer_credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Error> {
 }
 
 /// The peer's process.
-enum Peer {
+enum PeerProcess {
     /// Readable once the process is dead.
     Watched(OwnedFd),
     /// The kernel cannot tell; only the socket's hang-up shows the death.
@@ -365,32 +365,32 @@ enum Peer {
 /// Kernels before 6.5 cannot give one; there this asks by number (Linux 5.3). If the number already
 /// belongs to another process, the peer is dead, and at worst its death is noticed only at the
 /// socket's hang-up.
-fn peer_pidfd(socket: BorrowedFd<'_>, pid: libc::pid_t) -> Peer {
+fn peer_pidfd(socket: BorrowedFd<'_>, pid: libc::pid_t) -> PeerProcess {
     const SO_PEERPIDFD: libc::c_int = 77;
     let mut fd: libc::c_int = -1;
     match socket_option(socket, SO_PEERPIDFD, &mut fd) {
         // SAFETY: the kernel has just opened this descriptor (close-on-exec) for
         // this process, so nobody else owns it.
-        Ok(()) if fd >= 0 => Peer::Watched(unsafe { OwnedFd::from_raw_fd(fd) }),
-        Ok(()) => Peer::Unknown,
+        Ok(()) if fd >= 0 => PeerProcess::Watched(unsafe { OwnedFd::from_raw_fd(fd) }),
+        Ok(()) => PeerProcess::Unknown,
         Err(error) => match error.raw_os_error() {
             // The process is gone; some kernels report EINVAL.
-            Some(libc::ESRCH) => Peer::Gone,
+            Some(libc::ESRCH) => PeerProcess::Gone,
             Some(libc::ENOPROTOOPT | libc::EINVAL) => by_number(pid),
-            _ => Peer::Unknown,
+            _ => PeerProcess::Unknown,
         },
     }
 }
 
-fn by_number(pid: libc::pid_t) -> Peer {
+fn by_number(pid: libc::pid_t) -> PeerProcess {
     // 0 means another process namespace.
     let Some(pid) = Pid::from_raw(pid) else {
-        return Peer::Unknown;
+        return PeerProcess::Unknown;
     };
     match pidfd_open(pid, PidfdFlags::empty()) {
-        Ok(pidfd) => Peer::Watched(pidfd),
-        Err(Errno::SRCH) => Peer::Gone,
-        Err(_) => Peer::Unknown,
+        Ok(pidfd) => PeerProcess::Watched(pidfd),
+        Err(Errno::SRCH) => PeerProcess::Gone,
+        Err(_) => PeerProcess::Unknown,
     }
 }
 

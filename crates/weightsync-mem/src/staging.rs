@@ -9,16 +9,16 @@ use weightsync_core::{Layout, Targets, Version};
 
 use crate::copy::{CopyOptions, Source, write_image};
 use crate::error::Error;
-use crate::registry::Shared;
+use crate::registry::SharedRegistry;
 use crate::report::Publication;
 use crate::slot::Slot;
 use crate::spans::CHECKSUM_BLOCK;
-use crate::writer::Writer;
+use crate::writer::SegmentWriter;
 
 /// Slots that nobody reads, one for each model staged, to be filled and then
 /// published together.
 ///
-/// **Guarantee.** Until [`Staging::publish`] no reader can see any of it; dropped
+/// **Guarantee.** Until [`StagingSlots::publish`] no reader can see any of it; dropped
 /// without publishing, it leaves everything as it was. The bytes in a slot at the
 /// beginning are those of some older version (or zeros): write every tensor.
 ///
@@ -29,15 +29,15 @@ use crate::writer::Writer;
 /// They panic if the model is not one of those staged, or has no such tensor;
 /// those that give tensors' places also in a forked child.
 #[derive(Debug)]
-pub struct Staging<'a> {
-    writer: &'a mut Writer,
-    parts: Vec<Part>,
+pub struct StagingSlots<'a> {
+    writer: &'a mut SegmentWriter,
+    parts: Vec<StagedSlot>,
     waits_for_late: bool,
 }
 
 /// One model's part.
 #[derive(Debug)]
-pub(crate) struct Part {
+pub(crate) struct StagedSlot {
     model: usize,
     slot: u8,
     file: Arc<Slot>,
@@ -47,7 +47,7 @@ pub(crate) struct Part {
     number: Option<Version>,
 }
 
-impl Part {
+impl StagedSlot {
     pub(crate) fn new(model: usize, slot: u8, file: Arc<Slot>) -> Self {
         Self {
             model,
@@ -65,9 +65,9 @@ impl Part {
     }
 }
 
-impl<'a> Staging<'a> {
+impl<'a> StagingSlots<'a> {
     /// A staging with room for this many models; the parts are added one by one.
-    pub(crate) fn new(writer: &'a mut Writer, models: usize) -> Self {
+    pub(crate) fn new(writer: &'a mut SegmentWriter, models: usize) -> Self {
         Self {
             writer,
             parts: Vec::with_capacity(models),
@@ -75,7 +75,7 @@ impl<'a> Staging<'a> {
         }
     }
 
-    pub(crate) fn parts(&mut self) -> (&Shared, &mut Vec<Part>) {
+    pub(crate) fn parts(&mut self) -> (&SharedRegistry, &mut Vec<StagedSlot>) {
         (&self.writer.shared, &mut self.parts)
     }
 
@@ -239,7 +239,7 @@ impl<'a> Staging<'a> {
 
     /// The checksum of a part's table of checksums, if it has one.
     fn sums(&mut self, at: usize) -> Option<u64> {
-        let Part {
+        let StagedSlot {
             model, checksums, ..
         } = self.parts[at];
         checksums.then(|| {
@@ -274,13 +274,13 @@ impl<'a> Staging<'a> {
         // SAFETY: the range lies in the mapping (asserted).
         let start = unsafe { map.as_ptr().add(range.start) };
         // SAFETY: the sender's mapping is writable and lives as long as the
-        // part; the slot is lent (`Writer::stage`), so no reader reads it, and
+        // part; the slot is lent (`SegmentWriter::stage`), so no reader reads it, and
         // `&mut self` is the only way to it here.
         unsafe { std::slice::from_raw_parts_mut(start, range.len()) }
     }
 }
 
-impl Drop for Staging<'_> {
+impl Drop for StagingSlots<'_> {
     fn drop(&mut self) {
         // In a forked child, a thread that does not exist may hold the lock.
         let shared = &self.writer.shared;

@@ -99,12 +99,12 @@ pub(crate) fn timespec(left: Duration) -> Timespec {
 /// look again after each ring. When the leader has found its event, another thread leads.
 #[derive(Debug, Default)]
 pub(crate) struct Watchers {
-    line: Mutex<Line>,
+    line: Mutex<WatchersState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Line {
+struct WatchersState {
     led: bool,
     /// How many rings the leaders have heard.
     news: u64,
@@ -162,7 +162,7 @@ impl Watchers {
         }
     }
 
-    fn line(&self) -> MutexGuard<'_, Line> {
+    fn line(&self) -> MutexGuard<'_, WatchersState> {
         // Each change is one step, so the state is valid after a panic.
         self.line.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -15,14 +15,14 @@ use std::time::{Duration, Instant};
 use crate::error::{Error, unexpected};
 use crate::futex;
 use crate::interrupt;
-use crate::model::Model;
+use crate::model::SegmentModel;
 use crate::pins::{Pin, PinBook};
 use crate::private::{Sweeps, SweepsOf};
 use crate::protocol::{MAX_SLOTS, order};
 use crate::slot::Slot;
 use crate::socket::Socket;
 use crate::wait::{Deadline, Doorbell, passed, poll};
-use crate::wire::{FromSender, Packet};
+use crate::wire::{Packet, SenderMessage};
 
 /// How often a reader that waits for a slot checks whether it is interrupted.
 const SLOT_PAUSE: Duration = Duration::from_millis(10);
@@ -35,10 +35,10 @@ const LOOK: Duration = Duration::from_secs(1);
 const SILENT: u32 = 5;
 
 /// A model and one of its slots.
-pub(crate) type PinnedSlot = (Arc<Model>, Arc<Slot>);
+pub(crate) type PinnedSlot = (Arc<SegmentModel>, Arc<Slot>);
 
 /// The result of looking for the slots of pins.
-pub(crate) enum Slots {
+pub(crate) enum FoundSlots {
     Mapped(Vec<PinnedSlot>),
     /// A slot has not arrived by the deadline, or before an interrupt.
     Later,
@@ -51,17 +51,17 @@ pub(crate) enum Slots {
 /// The thread, joined when dropped.
 #[derive(Debug)]
 pub(crate) struct Watch {
-    seen: Arc<Seen>,
+    seen: Arc<WatchState>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// The state that the thread and its reader share.
 #[derive(Debug)]
-pub(crate) struct Seen {
+pub(crate) struct WatchState {
     book: Arc<PinBook>,
     /// The reader sleeps on its queue's tail, not on its live word.
     queued: bool,
-    known: Mutex<Known>,
+    known: Mutex<KnownSlots>,
     changed: Condvar,
     /// The sender has gone, or the watch cannot go on.
     over: AtomicBool,
@@ -77,19 +77,19 @@ pub(crate) struct Seen {
     sweeps: Arc<Sweeps>,
     stop: Doorbell,
     /// The function to call once nothing more will come.
-    end: Mutex<Option<Call<dyn FnOnce() + Send>>>,
+    end: Mutex<Option<Callback<dyn FnOnce() + Send>>>,
     /// The segment is a relay's.
     relayed: bool,
     /// The function to call while the relay is silent.
-    silence: Mutex<Option<Call<dyn FnMut() + Send>>>,
+    silence: Mutex<Option<Callback<dyn FnMut() + Send>>>,
 }
 
 /// A function that the thread calls.
-struct Call<F: ?Sized>(Box<F>);
+struct Callback<F: ?Sized>(Box<F>);
 
-impl<F: ?Sized> fmt::Debug for Call<F> {
+impl<F: ?Sized> fmt::Debug for Callback<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Call")
+        f.write_str("Callback")
     }
 }
 
@@ -112,11 +112,11 @@ impl Signs {
 
 /// Runs a function once nothing more will come from a segment, or while its relay is silent.
 #[derive(Clone, Debug)]
-pub struct End {
-    seen: Weak<Seen>,
+pub struct EndNotice {
+    seen: Weak<WatchState>,
 }
 
-impl End {
+impl EndNotice {
     /// Has the watching thread run `call` at the end; if the segment has ended, `call` runs at
     /// once. `call` must be quick. It replaces an earlier function. If the reader is dropped before
     /// the end, nothing runs.
@@ -125,7 +125,7 @@ impl End {
             return;
         };
         let mut end = seen.end.lock().unwrap_or_else(PoisonError::into_inner);
-        *end = Some(Call(Box::new(call)));
+        *end = Some(Callback(Box::new(call)));
         drop(end);
         if seen.over.load(Ordering::SeqCst) {
             seen.notify_end();
@@ -137,24 +137,25 @@ impl End {
     /// `call` must be quick. It replaces an earlier function.
     pub fn while_silent(&self, call: impl FnMut() + Send + 'static) {
         if let Some(seen) = self.seen.upgrade() {
-            *seen.on_silence() = Some(Call(Box::new(call)));
+            *seen.on_silence() = Some(Callback(Box::new(call)));
         }
     }
 }
 
 /// Ends a reader's wait from another thread.
 ///
-/// **Guarantee.** After [`interrupt`](Self::interrupt) the [`Reader::next`] that waits, or else the
-/// next one that would wait, returns nothing at once, as at its deadline. Several interrupts before
-/// that add up to one. An interrupter may outlive its reader; it then does nothing.
+/// **Guarantee.** After [`interrupt`](Self::interrupt) the [`SegmentReader::next`] that waits, or
+/// else the next one that would wait, returns nothing at once, as at its deadline. Several
+/// interrupts before that add up to one. An interrupter may outlive its reader; it then does
+/// nothing.
 ///
-/// [`Reader::next`]: crate::Reader::next
+/// [`SegmentReader::next`]: crate::SegmentReader::next
 #[derive(Clone, Debug)]
-pub struct Interrupter {
-    seen: Weak<Seen>,
+pub struct ReaderInterrupter {
+    seen: Weak<WatchState>,
 }
 
-impl Interrupter {
+impl ReaderInterrupter {
     /// Ends the wait.
     pub fn interrupt(&self) {
         let Some(seen) = self.seen.upgrade() else {
@@ -177,7 +178,7 @@ impl Interrupter {
 }
 
 #[derive(Debug)]
-struct Known {
+struct KnownSlots {
     /// By model; `None` for models that this reader does not take.
     models: Vec<Option<Mapped>>,
     /// The sender's reply that there is no such version, with the versions that exist, by the
@@ -190,7 +191,7 @@ struct Known {
 /// A model and the slots that have arrived.
 #[derive(Debug)]
 pub(crate) struct Mapped {
-    pub(crate) model: Arc<Model>,
+    pub(crate) model: Arc<SegmentModel>,
     pub(crate) slots: Vec<Arc<Slot>>,
 }
 
@@ -203,10 +204,10 @@ impl Watch {
         let call = Arc::new(Doorbell::new()?);
         let sweeps = Arc::new(Sweeps::new(call.clone()));
         let _ = book.sweeps.set(SweepsOf(Arc::downgrade(&sweeps)));
-        let seen = Arc::new(Seen {
+        let seen = Arc::new(WatchState {
             book,
             queued,
-            known: Mutex::new(Known {
+            known: Mutex::new(KnownSlots {
                 models,
                 answer: None,
                 fault: None,
@@ -241,7 +242,7 @@ impl Watch {
 
     /// The models and mapped slots of these pins. A new slot nearly always arrives before a set
     /// that names it. It comes later if the kernel had no room for another descriptor in flight.
-    pub(crate) fn slots(&self, pins: &[Pin], deadline: Deadline) -> Result<Slots, Error> {
+    pub(crate) fn slots(&self, pins: &[Pin], deadline: Deadline) -> Result<FoundSlots, Error> {
         let mut known = self.seen.known();
         let mut pinned = Vec::with_capacity(pins.len());
         let mut waits = false;
@@ -255,11 +256,11 @@ impl Watch {
                     break;
                 }
                 if self.is_over() {
-                    return Ok(Slots::Over);
+                    return Ok(FoundSlots::Over);
                 }
                 if passed(deadline) || self.take_interrupt() {
                     self.seen.book.wake_sender();
-                    return Ok(Slots::Later);
+                    return Ok(FoundSlots::Later);
                 }
                 if !waits {
                     // The sender may wait for slots and records that were freed on the way here.
@@ -271,7 +272,7 @@ impl Watch {
                     drop(known);
                     if interrupt::ask().is_err() {
                         self.seen.book.wake_sender();
-                        return Ok(Slots::Interrupted);
+                        return Ok(FoundSlots::Interrupted);
                     }
                     known = self.seen.known();
                     continue;
@@ -282,7 +283,7 @@ impl Watch {
                 known = waited.unwrap_or_else(PoisonError::into_inner).0;
             }
         }
-        Ok(Slots::Mapped(pinned))
+        Ok(FoundSlots::Mapped(pinned))
     }
 
     /// Whether the sender has replied that there is no version for this question.
@@ -298,15 +299,15 @@ impl Watch {
     }
 
     /// The handle that runs a function at the end.
-    pub(crate) fn end(&self) -> End {
-        End {
+    pub(crate) fn end(&self) -> EndNotice {
+        EndNotice {
             seen: Arc::downgrade(&self.seen),
         }
     }
 
     /// The handle that ends the reader's waits.
-    pub(crate) fn interrupter(&self) -> Interrupter {
-        Interrupter {
+    pub(crate) fn interrupter(&self) -> ReaderInterrupter {
+        ReaderInterrupter {
             seen: Arc::downgrade(&self.seen),
         }
     }
@@ -379,7 +380,7 @@ impl Drop for Watch {
     }
 }
 
-impl Seen {
+impl WatchState {
     fn watch(&self) {
         let Ok(socket) = self.book.socket() else {
             return;
@@ -396,7 +397,7 @@ impl Seen {
                 look = Some(Instant::now() + LOOK);
                 let beats = self.book.header().beats.0.load(Ordering::Relaxed);
                 if signs.look(beats)
-                    && let Some(Call(call)) = &mut *self.on_silence()
+                    && let Some(Callback(call)) = &mut *self.on_silence()
                 {
                     call();
                 }
@@ -421,12 +422,12 @@ impl Seen {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
-        if let Some(Call(call)) = end {
+        if let Some(Callback(call)) = end {
             call();
         }
     }
 
-    fn on_silence(&self) -> MutexGuard<'_, Option<Call<dyn FnMut() + Send>>> {
+    fn on_silence(&self) -> MutexGuard<'_, Option<Callback<dyn FnMut() + Send>>> {
         self.silence.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -480,9 +481,9 @@ impl Seen {
             match socket.receive()? {
                 Packet::Empty => return Ok(!died),
                 Packet::HungUp => return Ok(false),
-                Packet::Data(bytes, fds) => match FromSender::decode(&bytes)? {
-                    FromSender::Slot { model, index } => self.add_slot(model, index, fds)?,
-                    FromSender::NoSuchVersion {
+                Packet::Data(bytes, fds) => match SenderMessage::decode(&bytes)? {
+                    SenderMessage::Slot { model, index } => self.add_slot(model, index, fds)?,
+                    SenderMessage::NoSuchVersion {
                         question,
                         model,
                         asked,
@@ -499,7 +500,7 @@ impl Seen {
                             self.has_answer(asking)
                         });
                     }
-                    FromSender::Denied { reason } => return Err(Error::GivenUp { reason }),
+                    SenderMessage::Denied { reason } => return Err(Error::GivenUp { reason }),
                     other => return Err(unexpected("a slot", format!("{other:?}"))),
                 },
             }
@@ -535,7 +536,7 @@ impl Seen {
         matches!(poll([self.stop.as_fd()], deadline), Ok([true]))
     }
 
-    fn known(&self) -> MutexGuard<'_, Known> {
+    fn known(&self) -> MutexGuard<'_, KnownSlots> {
         // Each change is one push or assignment, so the state is valid after a panic.
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -11,7 +11,7 @@ use weightsync_core::{Epoch, Run, Version, WorkerId};
 
 use crate::error::{Error, unexpected};
 use crate::protocol::{MAX_BOUND, MAX_MODELS, MAX_SLOTS};
-pub use crate::set::Models;
+pub use crate::set::ModelMask;
 
 /// What a read of the socket gives.
 #[cfg(not(loom))]
@@ -34,7 +34,7 @@ pub const MAX_TEXT: usize = 900;
 /// The longest device label, in bytes of UTF-8; longer ones are cut.
 pub const MAX_DEVICE: usize = 64;
 
-/// The most versions a [`FromSender::NoSuchVersion`] names.
+/// The most versions a [`SenderMessage::NoSuchVersion`] names.
 pub const MAX_KNOWN: usize = 16;
 
 /// Grows with every change of a message or of a shared page.
@@ -81,7 +81,7 @@ pub enum Want {
 
 /// A message of a reader.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum FromReader {
+pub enum ReaderMessage {
     /// The first message; the control page's descriptor travels with it.
     Hello {
         /// Proof that the reader holds the init info.
@@ -90,8 +90,8 @@ pub enum FromReader {
         worker: WorkerId,
         /// The highest epoch that the worker has seen.
         seen: Epoch,
-        /// The wanted models; [`Models::ALL`] for all.
-        models: Models,
+        /// The wanted models; [`ModelMask::ALL`] for all.
+        models: ModelMask,
         /// Which versions the reader gets.
         delivery: Delivery,
         /// Where the worker's weights live, for people to read.
@@ -126,7 +126,7 @@ pub enum FromReader {
 
 /// A message of a sender.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum FromSender {
+pub enum SenderMessage {
     /// The reader has joined. The descriptors of the header, the mailbox and the reader's doorbell
     /// travel with it, in this order.
     Welcome {
@@ -134,8 +134,8 @@ pub enum FromSender {
         run: Run,
         /// How many models the segment has.
         count: u8,
-        /// The reader's models: a [`FromSender::Model`] follows for each, lowest first.
-        models: Models,
+        /// The reader's models: a [`SenderMessage::Model`] follows for each, lowest first.
+        models: ModelMask,
         /// For a relay's segment, the process of the sender whose versions it carries; else 0.
         relayed: u32,
     },
@@ -167,13 +167,13 @@ pub enum FromSender {
         /// The slot's number, which is the next one.
         index: u8,
     },
-    /// The answer to [`FromReader::Status`]. The descriptor of a memory file with the answer's text
-    /// travels with it.
+    /// The answer to [`ReaderMessage::Status`]. The descriptor of a memory file with the answer's
+    /// text travels with it.
     Status {
         /// Bytes of the text.
         bytes: u64,
     },
-    /// There is no version that answers an [`FromReader::Ask`].
+    /// There is no version that answers an [`ReaderMessage::Ask`].
     NoSuchVersion {
         /// The question's number.
         question: u64,
@@ -186,7 +186,7 @@ pub enum FromSender {
     },
 }
 
-impl FromReader {
+impl ReaderMessage {
     /// The message as one packet.
     pub fn encode(&self) -> Vec<u8> {
         match self {
@@ -275,7 +275,7 @@ impl FromReader {
     }
 }
 
-impl FromSender {
+impl SenderMessage {
     /// The message as one packet.
     pub fn encode(&self) -> Vec<u8> {
         match self {
@@ -357,7 +357,7 @@ impl FromSender {
                 let id = rest.take()?;
                 let count = rest.number("1 to 64 models", 1..=MAX_MODELS as u8)?;
                 let models = rest.models()?;
-                if !models.without(Models::first(count.into())).is_empty() {
+                if !models.without(ModelMask::first(count.into())).is_empty() {
                     let got = format!("{models:?} of {count}");
                     return Err(unexpected("models that the segment has", got));
                 }
@@ -486,8 +486,8 @@ impl Rest<'_> {
         self.number("a model below 64", 0..=MAX_MODELS as u8 - 1)
     }
 
-    fn models(&mut self) -> Result<Models, Error> {
-        let models = Models(u64::from_le_bytes(self.take()?));
+    fn models(&mut self) -> Result<ModelMask, Error> {
+        let models = ModelMask(u64::from_le_bytes(self.take()?));
         if models.is_empty() {
             return Err(unexpected("at least one model", "none".into()));
         }

@@ -8,17 +8,17 @@ use weightsync_core::{Attendance, Run, Targets, Version, WorkerId, WorkerStatus}
 
 use crate::error::{Error, bad};
 use crate::grow::{self, Shortage};
-use crate::model::{MAX_NOTE_BYTES, ModelSpec};
+use crate::model::{MAX_NOTE_BYTES, ModelDescription};
 use crate::plan::Key;
 use crate::protocol::{MAX_BOUND, MAX_MODELS, MAX_RECORDS, MAX_SLOTS};
-use crate::registry::{Shared, StatusAnswer};
+use crate::registry::{SharedRegistry, StatusAnswer};
 use crate::report::Waiter;
 use crate::service;
 use crate::set::ModelSet;
 use crate::shared::Ending;
 use crate::snapshot::Snapshot;
 use crate::socket::Listener;
-use crate::staging::Staging;
+use crate::staging::StagingSlots;
 use crate::wait::{Deadline, WaitStyle, passed};
 
 /// How a segment is made.
@@ -32,7 +32,7 @@ pub struct SegmentOptions {
     /// a slot on top of these. At most [`MAX_SLOTS`].
     pub max_slots: u8,
     /// How many older versions of each model are kept, of those sent to all, in the sets they were
-    /// sent in. [`Writer::old_snapshot`] and readers' questions find them.
+    /// sent in. [`SegmentWriter::old_snapshot`] and readers' questions find them.
     pub history: u8,
     /// How many versions may wait in the queue of a reader that takes every version, at most
     /// [`MAX_BOUND`]. Each keeps its slot until it is taken. A reader with a larger bound is
@@ -67,16 +67,16 @@ impl Default for SegmentOptions {
 /// tells the readers that it closed, ends the threads and every wait, and frees the memory.
 /// Snapshots that readers hold stay valid.
 #[derive(Debug)]
-pub struct Writer {
-    pub(crate) shared: Arc<Shared>,
-    threads: Option<Threads>,
-    models: Vec<ModelSpec>,
+pub struct SegmentWriter {
+    pub(crate) shared: Arc<SharedRegistry>,
+    threads: Option<SegmentThreads>,
+    models: Vec<ModelDescription>,
     /// By model, the newest published version.
     pub(crate) versions: Vec<Version>,
     options: SegmentOptions,
 }
 
-impl Writer {
+impl SegmentWriter {
     /// Makes the segment, faults its first slots in, and begins to accept readers at the abstract
     /// socket name `address`.
     ///
@@ -89,7 +89,7 @@ impl Writer {
         address: &str,
         secret: [u8; 16],
         run: Run,
-        models: &[ModelSpec],
+        models: &[ModelDescription],
         options: SegmentOptions,
     ) -> Result<Self, Error> {
         check(models, &options)?;
@@ -105,12 +105,12 @@ impl Writer {
         listener: Listener,
         secret: [u8; 16],
         run: Run,
-        models: &[ModelSpec],
+        models: &[ModelDescription],
         options: SegmentOptions,
     ) -> Result<Self, Error> {
         check(models, &options)?;
-        let shared = Shared::new(run, models, secret, &options, None)?;
-        let threads = Threads::start(&shared, listener)?;
+        let shared = SharedRegistry::new(run, models, secret, &options, None)?;
+        let threads = SegmentThreads::start(&shared, listener)?;
         Ok(Self {
             shared,
             threads: Some(threads),
@@ -121,7 +121,7 @@ impl Writer {
     }
 
     /// The models, by index.
-    pub fn models(&self) -> &[ModelSpec] {
+    pub fn models(&self) -> &[ModelDescription] {
         &self.models
     }
 
@@ -157,7 +157,11 @@ impl Writer {
     ///
     /// [`Error::AllSlotsPinned`] or [`Error::AllRecordsHeld`] at the deadline, naming the holders;
     /// [`Error::BadOption`] for no model at all, an unknown model, or one named twice.
-    pub fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Staging<'_>, Error> {
+    pub fn stage(
+        &mut self,
+        models: &[usize],
+        deadline: Deadline,
+    ) -> Result<StagingSlots<'_>, Error> {
         self.shared.header.map.usable()?;
         for (at, model) in models.iter().enumerate() {
             if *model >= self.models.len() || models[..at].contains(model) {
@@ -173,7 +177,7 @@ impl Writer {
         }
         let max_slots = self.options.max_slots;
         // Dropping it returns the lent slots.
-        let mut staging = Staging::new(self, models.len());
+        let mut staging = StagingSlots::new(self, models.len());
         let (shared, parts) = staging.parts();
         let mut look = || grow::lend(shared, models, parts, max_slots, deadline);
         let Some(mut why) = look()? else {
@@ -390,7 +394,7 @@ impl Writer {
     }
 }
 
-impl Drop for Writer {
+impl Drop for SegmentWriter {
     fn drop(&mut self) {
         if self.shared.header.map.usable().is_err() {
             // In a forked child: the thread and the memory belong to the parent.
@@ -406,11 +410,11 @@ impl Drop for Writer {
 
 /// The threads of a segment.
 #[derive(Debug)]
-pub(crate) struct Threads([JoinHandle<()>; 2]);
+pub(crate) struct SegmentThreads([JoinHandle<()>; 2]);
 
-impl Threads {
-    /// Starts the threads. They end when [`Shared::close`] is called.
-    pub(crate) fn start(shared: &Arc<Shared>, listener: Listener) -> Result<Self, Error> {
+impl SegmentThreads {
+    /// Starts the threads. They end when [`SharedRegistry::close`] is called.
+    pub(crate) fn start(shared: &Arc<SharedRegistry>, listener: Listener) -> Result<Self, Error> {
         let slots = grow::start(shared.clone())?;
         match service::start(shared.clone(), listener) {
             Ok(service) => Ok(Self([service, slots])),
@@ -430,7 +434,7 @@ impl Threads {
     }
 }
 
-pub(crate) fn check(models: &[ModelSpec], options: &SegmentOptions) -> Result<(), Error> {
+pub(crate) fn check(models: &[ModelDescription], options: &SegmentOptions) -> Result<(), Error> {
     if !(1..=MAX_MODELS).contains(&models.len()) {
         return Err(bad("models", "between 1 and 64 of them", models.len()));
     }

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use weightsync_core::Remedy;
 use weightsync_engine::files;
 
-use crate::tls::{Part, TLS_VARIABLE, Tls, TlsError};
+use crate::tls::{CertificateRole, TLS_VARIABLE, Tls, TlsError};
 
 /// The environment variable that holds a token.
 pub const TOKEN_VARIABLE: &str = "WEIGHTSYNC_TOKEN";
@@ -325,12 +325,16 @@ impl Access {
     /// # Errors
     ///
     /// [`AccessError::Tls`], [`AccessError::TlsVariable`].
-    pub fn with_tls(mut self, part: Part, path: Option<&Path>) -> Result<Self, AccessError> {
+    pub fn with_tls(
+        mut self,
+        part: CertificateRole,
+        path: Option<&Path>,
+    ) -> Result<Self, AccessError> {
         let variable = std::env::var_os(TLS_VARIABLE).filter(|value| !value.is_empty());
         if let Some(path) = path {
             // The path of a trainer goes into the text of its scheme.
             let has_comma = path.as_os_str().as_encoded_bytes().contains(&b',');
-            if part == Part::Trainer && has_comma {
+            if part == CertificateRole::Trainer && has_comma {
                 let path = path.to_owned();
                 return Err(TlsError::Comma { path }.into());
             }
@@ -347,7 +351,11 @@ impl Access {
     /// # Errors
     ///
     /// [`AccessError::TlsVariable`].
-    pub fn with_told_tls(self, part: Part, told: Option<&Path>) -> Result<Self, AccessError> {
+    pub fn with_told_tls(
+        self,
+        part: CertificateRole,
+        told: Option<&Path>,
+    ) -> Result<Self, AccessError> {
         let mut access = self.with_tls(part, None)?;
         if let (None, Some(told)) = (&access.tls, told) {
             match Tls::read(told, part) {

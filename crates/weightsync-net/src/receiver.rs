@@ -15,7 +15,7 @@ use weightsync_engine::transport::{
 };
 use weightsync_engine::{Error, Result, Run, SetSnapshot};
 
-use self::route::{Found, Route, Waits};
+use self::route::{FoundSegment, Route, Waits};
 use crate::error::NetError;
 use crate::scheme::Distributed;
 
@@ -25,15 +25,15 @@ use crate::scheme::Distributed;
 /// worker is in no call: so its sender keeps the worker.
 #[derive(Debug)]
 pub(crate) struct NetReceiver {
-    shared: Arc<Shared>,
+    shared: Arc<SharedReceiver>,
     models: Vec<ModelSpec>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct SharedReceiver {
     route: Route,
     run: Run,
-    state: Mutex<State>,
+    state: Mutex<ReceiverState>,
     changed: Condvar,
     /// Ends waits from another thread, in whichever segment they are.
     interrupted: AtomicBool,
@@ -41,9 +41,9 @@ struct Shared {
 }
 
 #[derive(Debug)]
-struct State {
+struct ReceiverState {
     /// The segment, unless a call uses it or there is none.
-    found: Option<Found>,
+    found: Option<FoundSegment>,
     interrupter: Option<Interrupter>,
     /// What the session gave this end; kept here while there is no segment to pass it to.
     handoff: Handoff,
@@ -63,12 +63,12 @@ struct State {
     /// The worker has said that it cannot use the sender's models, or a call has failed.
     is_useless: bool,
     /// The search for another route has ended without one.
-    ended: Option<Ended>,
+    ended: Option<SearchEnd>,
 }
 
 /// Why a search ended without a route.
 #[derive(Debug)]
-enum Ended {
+enum SearchEnd {
     /// The sender is dead.
     Died,
     /// The sender cannot be looked for; the text says why.
@@ -85,10 +85,10 @@ impl NetReceiver {
         let route = Route::new(scheme, at, joining)?;
         let found = route.find(&Handoff::default(), deadline)?;
         let models = found.attached.models().to_vec();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SharedReceiver {
             run: found.attached.run(),
             route,
-            state: Mutex::new(State {
+            state: Mutex::new(ReceiverState {
                 found: None,
                 interrupter: None,
                 handoff: Handoff::default(),
@@ -106,7 +106,7 @@ impl NetReceiver {
             interrupted: AtomicBool::new(false),
             closed: AtomicBool::new(false),
         });
-        Shared::take_in(&shared, found);
+        SharedReceiver::take_in(&shared, found);
         Ok(Self { shared, models })
     }
 
@@ -147,7 +147,7 @@ impl NetReceiver {
             let interrupted = matches!(result, Err(Error::Interrupted));
             state.is_useless |= result.is_err() && !interrupted && !gone;
             if lost {
-                Shared::look_again(shared, &mut state, found);
+                SharedReceiver::look_again(shared, &mut state, found);
             } else {
                 state.found = Some(found);
                 // A thread that moves the worker waits until the call has ended.
@@ -168,7 +168,7 @@ impl NetReceiver {
     fn notify(
         &self,
         notify: impl FnOnce(&mut Attached) -> Result<()>,
-        later: impl FnOnce(&mut State),
+        later: impl FnOnce(&mut ReceiverState),
     ) -> Result<()> {
         let mut state = self.shared.state();
         match &mut state.found {
@@ -181,9 +181,9 @@ impl NetReceiver {
     }
 }
 
-impl Shared {
+impl SharedReceiver {
     /// Makes this the current segment.
-    fn take_in(shared: &Arc<Self>, mut found: Found) {
+    fn take_in(shared: &Arc<Self>, mut found: FoundSegment) {
         let mut state = shared.state();
         if let Some(set) = state.applied.take() {
             // A segment that is gone needs no report.
@@ -239,7 +239,7 @@ impl Shared {
     }
 
     /// Looks for another route on a thread of its own.
-    fn look_again(shared: &Arc<Self>, state: &mut State, found: Found) {
+    fn look_again(shared: &Arc<Self>, state: &mut ReceiverState, found: FoundSegment) {
         state.handoff = found.attached.handoff();
         state.interrupter = None;
         let own = shared.clone();
@@ -260,7 +260,7 @@ impl Shared {
             Err(error) => {
                 tracing::error!("cannot start a thread to look for another relay: {error}");
                 state.found = taken(&ends);
-                state.ended = Some(Ended::Hindered(format!(
+                state.ended = Some(SearchEnd::Hindered(format!(
                     "cannot start a thread for it: \
                                                             {error}"
                 )));
@@ -281,24 +281,24 @@ impl Shared {
                 Self::take_in(&self, found);
             }
             Ok(None) => {}
-            Err(Error::SenderDied { .. }) => self.end(Ended::Died),
+            Err(Error::SenderDied { .. }) => self.end(SearchEnd::Died),
             Err(error) => {
                 tracing::warn!("no other route to the sender: {error}");
-                self.end(Ended::Hindered(error.to_string()));
+                self.end(SearchEnd::Hindered(error.to_string()));
             }
         }
     }
 
-    fn end(&self, ended: Ended) {
+    fn end(&self, ended: SearchEnd) {
         self.state().ended = Some(ended);
         self.changed.notify_all();
     }
 
     /// The error of a call without a segment. If the sender may restart, the session looks again
     /// after a death, and then learns the reason.
-    fn lost(&self, ended: &Ended) -> Error {
+    fn lost(&self, ended: &SearchEnd) -> Error {
         match ended {
-            Ended::Hindered(reason) if !self.route.restarts() => {
+            SearchEnd::Hindered(reason) if !self.route.restarts() => {
                 let reason = reason.clone();
                 NetError::NoRoute { reason }.into()
             }
@@ -306,7 +306,7 @@ impl Shared {
         }
     }
 
-    fn wait(&self, state: MutexGuard<'_, State>, pause: Option<std::time::Duration>) {
+    fn wait(&self, state: MutexGuard<'_, ReceiverState>, pause: Option<std::time::Duration>) {
         match pause {
             Some(pause) => {
                 let waited = self.changed.wait_timeout(state, pause);
@@ -320,15 +320,15 @@ impl Shared {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ReceiverState> {
         // Each change is one step, so the state is valid after a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
+impl ReceiverState {
     /// Takes the segment for a call.
-    fn take_found(&mut self) -> Option<Found> {
+    fn take_found(&mut self) -> Option<FoundSegment> {
         self.found.take_if(|_| !self.moving)
     }
 }
@@ -344,7 +344,7 @@ impl ReceiverTransport for NetReceiver {
 
     fn travelled(&self) -> Option<u64> {
         let state = self.shared.state();
-        state.found.as_ref().and_then(Found::travelled)
+        state.found.as_ref().and_then(FoundSegment::travelled)
     }
 
     fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
@@ -421,14 +421,17 @@ impl Drop for NetReceiver {
             (state.found.take(), is_unfinished)
         };
         // The worker leaves its segment before its agent leaves the sender.
-        let agents = [found, late].into_iter().flatten().filter_map(Found::leave);
+        let agents = [found, late]
+            .into_iter()
+            .flatten()
+            .filter_map(FoundSegment::leave);
         for agent in agents.filter(|_| is_unfinished) {
             shared.route.keep(agent);
         }
     }
 }
 
-fn taken(found: &Mutex<Option<Found>>) -> Option<Found> {
+fn taken(found: &Mutex<Option<FoundSegment>>) -> Option<FoundSegment> {
     found.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 

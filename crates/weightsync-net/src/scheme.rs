@@ -23,10 +23,10 @@ use crate::error::{listen_error, os, transport};
 use crate::reach::{self, Reached};
 use crate::receiver::NetReceiver;
 use crate::relay::Agent;
-use crate::relay::local::{self, Owner};
+use crate::relay::local::{self, NameOwner};
 use crate::root::NetSender;
 use crate::status;
-use crate::tls::Part;
+use crate::tls::CertificateRole;
 
 /// Many hosts: workers dial in. With a relay on each host, each version goes to a
 /// host once, from one to the next, and all workers of the host share that copy;
@@ -411,7 +411,7 @@ impl Distributed {
             None => Token::from_env().map_err(transport)?,
         };
         let access = self.access_with(token)?;
-        let tls = access.with_tls(Part::Trainer, self.tls.as_deref());
+        let tls = access.with_tls(CertificateRole::Trainer, self.tls.as_deref());
         tls.map_err(transport)
     }
 
@@ -419,7 +419,7 @@ impl Distributed {
     /// token.
     pub(crate) fn access_to_dial(&self) -> Result<Access> {
         let access = self.access_with(self.token.clone())?;
-        let tls = access.with_told_tls(Part::Worker, self.tls.as_deref());
+        let tls = access.with_told_tls(CertificateRole::Worker, self.tls.as_deref());
         tls.map_err(transport)
     }
 
@@ -548,7 +548,7 @@ impl Scheme for Distributed {
                 self.bind(listens)?
             }
         };
-        let names = local::names(opening.at.secret(), address, Owner::Sender);
+        let names = local::names(opening.at.secret(), address, NameOwner::Sender);
         // Elsewhere than on Linux, other processes of this host come over TCP.
         let (local, _) = local::first_free(&names, Listener::at_least_here)?;
         Ok(Box::new(NetSender::open(self, opening, (local, remote))?))

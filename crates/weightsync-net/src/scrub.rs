@@ -19,7 +19,7 @@ use weightsync_engine::Result;
 
 use crate::status::{MAX_LISTED, ask_as};
 use crate::tls::Tls;
-use crate::wire::hello::Role;
+use crate::wire::hello::LinkRole;
 
 /// The most workers named in one entry.
 const MAX_WORKERS: usize = 32;
@@ -34,7 +34,7 @@ pub struct Scrub {
     /// How many copies match the published versions.
     pub same: usize,
     /// The copies that differ or could not be compared; at most about 500.
-    pub others: Vec<Check>,
+    pub others: Vec<ScrubCheck>,
     /// How many more there are.
     #[serde(default)]
     pub left_out: usize,
@@ -42,7 +42,7 @@ pub struct Scrub {
 
 /// A version that one host holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Check {
+pub struct ScrubCheck {
     /// The number of the relay, or of the worker without one; 0 is the sender.
     pub agent: u64,
     /// The host's name.
@@ -95,18 +95,18 @@ impl Scrub {
         tls: Option<&Tls>,
         timeout: Option<Duration>,
     ) -> Result<Self> {
-        ask_as(Role::Scrub, address, secret, tls, timeout)
+        ask_as(LinkRole::Scrub, address, secret, tls, timeout)
     }
 
     /// The copies that differ from the published versions.
-    pub fn differing(&self) -> impl Iterator<Item = &Check> {
-        let differs = |check: &&Check| matches!(check.verdict, Verdict::Differs { .. });
+    pub fn differing(&self) -> impl Iterator<Item = &ScrubCheck> {
+        let differs = |check: &&ScrubCheck| matches!(check.verdict, Verdict::Differs { .. });
         self.others.iter().filter(differs)
     }
 
     /// Shortens the list to what fits in an answer; copies that differ come first.
     pub(crate) fn shortened(mut self) -> Self {
-        let differs = |check: &Check| matches!(check.verdict, Verdict::Differs { .. });
+        let differs = |check: &ScrubCheck| matches!(check.verdict, Verdict::Differs { .. });
         self.others.sort_by_key(|check| !differs(check));
         self.left_out = self.others.len().saturating_sub(MAX_LISTED);
         self.others.truncate(MAX_LISTED);

@@ -12,9 +12,9 @@ use crate::access::Key;
 use crate::address::{check_asked, host_of, resolve_all};
 use crate::link::{Credentials, blocking};
 use crate::relay::unreachable;
-use crate::tls::{Peer, Tls};
-use crate::wire::frame::{HEADER_BYTES, Header, Kind};
-use crate::wire::hello::Role;
+use crate::tls::{Tls, TlsPeer};
+use crate::wire::frame::{FrameHeader, FrameKind, HEADER_BYTES};
+use crate::wire::hello::LinkRole;
 use crate::wire::message::{self, MAX_JSON, Message};
 
 /// The answer to a waiting client until the real one is ready.
@@ -38,7 +38,7 @@ pub fn ask(
     tls: Option<&Tls>,
     timeout: Option<Duration>,
 ) -> Result<SenderStatus> {
-    ask_as(Role::Status, address, secret, tls, timeout)
+    ask_as(LinkRole::Status, address, secret, tls, timeout)
 }
 
 /// A status as JSON. Entries without room are left out and counted: relays first, because a worker
@@ -69,7 +69,7 @@ pub(crate) fn to_json(mut status: SenderStatus) -> String {
 
 /// Asks the sender for the answer of this role.
 pub(crate) fn ask_as<T: DeserializeOwned>(
-    role: Role,
+    role: LinkRole,
     address: &str,
     secret: &[u8; 16],
     tls: Option<&Tls>,
@@ -81,7 +81,7 @@ pub(crate) fn ask_as<T: DeserializeOwned>(
         key: Key::new(secret),
         tls: tls.cloned(),
     };
-    let peer = Peer::Trainer(host_of(address));
+    let peer = TlsPeer::Trainer(host_of(address));
     for one in resolve_all(address)? {
         match ask_at(one, &credentials, peer, role, timeout) {
             Ok(answer) => return Ok(answer),
@@ -94,20 +94,21 @@ pub(crate) fn ask_as<T: DeserializeOwned>(
 fn ask_at<T: DeserializeOwned>(
     address: SocketAddr,
     credentials: &Credentials,
-    peer: Peer<'_>,
-    role: Role,
+    peer: TlsPeer<'_>,
+    role: LinkRole,
     timeout: Option<Duration>,
 ) -> io::Result<T> {
     let mut socket = blocking::dial(address, credentials, peer, role, timeout)?;
     loop {
         let mut header = [0; HEADER_BYTES];
         socket.read_exact(&mut header)?;
-        let header = Header::decode(&header, &[Kind::Control]).map_err(io::Error::other)?;
+        let header =
+            FrameHeader::decode(&header, &[FrameKind::Control]).map_err(io::Error::other)?;
         let mut payload = vec![0; header.len];
         socket.read_exact(&mut payload)?;
         header.check(&payload).map_err(io::Error::other)?;
-        let message::Status { json } =
-            message::Status::decode(&payload).map_err(io::Error::other)?;
+        let message::JsonReply { json } =
+            message::JsonReply::decode(&payload).map_err(io::Error::other)?;
         if json != NOT_YET {
             return serde_json::from_str(&json).map_err(io::Error::other);
         }

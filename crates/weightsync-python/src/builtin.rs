@@ -13,7 +13,7 @@ use zerocopy::FromBytes;
 
 use crate::errors::{LifecycleError, SettingError, WrongTypeError, rl_exception};
 use crate::options::{wants, whole};
-use crate::raw::{self, Address, Span};
+use crate::raw::{self, ByteSpan, RawAddress};
 
 /// The most environments of one batch.
 const MOST: usize = 1 << 20;
@@ -33,15 +33,15 @@ pub struct BuiltinEnvs {
 /// What stays the same while a part of a batch is collected.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
-struct Part {
+struct CollectSettings {
     is_greedy: bool,
     /// The most steps of a trajectory; 0 sets no limit.
     longest: u32,
     /// In the order of [`widths`], the address of each column's first frame and the bytes from one
     /// environment to the next; None for a column that there is not.
-    columns: Vec<Option<(Address, usize)>>,
+    columns: Vec<Option<(RawAddress, usize)>>,
     /// Where the observations go that the environments show in the end.
-    observations: Address,
+    observations: RawAddress,
 }
 
 /// The lengths of the episodes under way, their trajectories, and the next trajectory's number.
@@ -87,7 +87,7 @@ impl BuiltinEnvs {
         &self,
         py: Python<'_>,
         envs: Vec<(usize, Option<u64>)>,
-        observations: Address,
+        observations: RawAddress,
     ) -> PyResult<()> {
         let held = &mut *self.held()?;
         if let Some((env, _)) = envs.iter().find(|(env, _)| *env >= self.envs) {
@@ -114,14 +114,14 @@ impl BuiltinEnvs {
         &self,
         py: Python<'_>,
         which: Vec<bool>,
-        actions: Address,
-        room: (Address, Address, Address, Address),
+        actions: RawAddress,
+        room: (RawAddress, RawAddress, RawAddress, RawAddress),
     ) -> PyResult<()> {
         let held = &mut *self.held()?;
         if which.len() != self.envs {
             return Err(self.miscounted(which.len()));
         }
-        let span = Span {
+        let span = ByteSpan {
             address: actions,
             before: 0,
             len: self.envs * action_width(&self.task),
@@ -161,8 +161,8 @@ impl BuiltinEnvs {
     fn run(
         &self,
         py: Python<'_>,
-        part: Part,
-        tensors: Vec<(String, Address, usize)>,
+        part: CollectSettings,
+        tensors: Vec<(String, RawAddress, usize)>,
         steps: (usize, usize),
         version: u64,
         episodes: Episodes,
@@ -170,12 +170,12 @@ impl BuiltinEnvs {
         let (at, steps) = steps;
         let (lengths, traj_ids, next_id) = episodes;
         let held = &mut *self.held()?;
-        let weights = tensors.iter().map(|(_, address, count)| Span {
+        let weights = tensors.iter().map(|(_, address, count)| ByteSpan {
             address: *address,
             before: 0,
             len: count * 4,
         });
-        let weights: Vec<Span> = weights.collect();
+        let weights: Vec<ByteSpan> = weights.collect();
         let rows = self.rows(&part, at, steps)?;
         let len = self.task.observation_len();
         let options = RolloutOptions {
@@ -242,10 +242,10 @@ impl BuiltinEnvs {
     fn fill<const N: usize>(
         &self,
         py: Python<'_>,
-        arrays: [(Address, usize); N],
+        arrays: [(RawAddress, usize); N],
         call: impl FnOnce([&mut [u8]; N]) -> Result<(), Error> + Send,
     ) -> PyResult<()> {
-        let spans = arrays.map(|(address, width)| Span {
+        let spans = arrays.map(|(address, width)| ByteSpan {
             address,
             before: 0,
             len: self.envs * width,
@@ -293,7 +293,7 @@ impl BuiltinEnvs {
     }
 
     /// The places of so many frames: of each column each environment's.
-    fn rows(&self, part: &Part, at: usize, steps: usize) -> PyResult<Vec<Span>> {
+    fn rows(&self, part: &CollectSettings, at: usize, steps: usize) -> PyResult<Vec<ByteSpan>> {
         let widths = widths(&self.task);
         if part.columns.len() != widths.len() {
             return Err(SettingError::new_err(format!(
@@ -306,13 +306,13 @@ impl BuiltinEnvs {
         for (column, width) in part.columns.iter().zip(widths) {
             for env in 0..self.envs {
                 rows.push(match column {
-                    Some((first, stride)) => Span {
+                    Some((first, stride)) => ByteSpan {
                         address: first.plus(env * stride + at * width),
                         before: 0,
                         len: steps * width,
                     },
                     // Nothing of it is written.
-                    None => Span {
+                    None => ByteSpan {
                         address: part.observations,
                         before: 0,
                         len: 0,

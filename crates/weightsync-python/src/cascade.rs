@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use weightsync_engine::{Error, ReceiverSetup};
 
-use crate::options::{Seconds, Setup, Worker, Workers, timeout_of};
+use crate::options::{ExpectedWorkers, Seconds, Setup, WorkerNumber, timeout_of};
 use crate::report::Report;
 use crate::session::{DROPPED, InitInfo};
 use crate::wait::{Turns, released};
@@ -12,12 +12,12 @@ use crate::wait::{Turns, released};
 /// and acknowledges once its own workers have it.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct Cascade {
-    state: Turns<State>,
+    state: Turns<CascadeStage>,
     /// Also while a call waits: what it waits for may be who needs this.
     info: InitInfo,
 }
 
-enum State {
+enum CascadeStage {
     Joined(Box<weightsync_engine::CascadeSetup>),
     Feeding(Box<weightsync_engine::Cascade>),
     Following(Box<weightsync_engine::CascadeInBackground>),
@@ -32,7 +32,7 @@ impl Cascade {
     fn join(
         py: Python<'_>,
         info: &InitInfo,
-        worker: Worker,
+        worker: WorkerNumber,
         setup: Setup,
         timeout: Option<Seconds>,
     ) -> PyResult<Self> {
@@ -45,7 +45,7 @@ impl Cascade {
         })?;
         Ok(Self {
             info: InitInfo(joined.init_info()),
-            state: Turns::new(State::Joined(Box::new(joined)), State::close),
+            state: Turns::new(CascadeStage::Joined(Box::new(joined)), CascadeStage::close),
         })
     }
 
@@ -57,18 +57,24 @@ impl Cascade {
 
     /// The rendez-vous with the sub-workers; only then the trainer counts this
     /// worker.
-    fn connect(&self, py: Python<'_>, workers: Workers, timeout: Option<Seconds>) -> PyResult<()> {
+    fn connect(
+        &self,
+        py: Python<'_>,
+        workers: ExpectedWorkers,
+        timeout: Option<Seconds>,
+    ) -> PyResult<()> {
         let timeout = timeout_of(timeout);
-        let connect = |state: &mut State, left| match std::mem::replace(state, State::Closed) {
-            State::Joined(setup) => {
-                *state = State::Feeding(Box::new(setup.connect(workers.into(), left)?));
-                Ok(())
-            }
-            other => {
-                *state = other;
-                Err(state.wrong("connect"))
-            }
-        };
+        let connect =
+            |state: &mut CascadeStage, left| match std::mem::replace(state, CascadeStage::Closed) {
+                CascadeStage::Joined(setup) => {
+                    *state = CascadeStage::Feeding(Box::new(setup.connect(workers.into(), left)?));
+                    Ok(())
+                }
+                other => {
+                    *state = other;
+                    Err(state.wrong("connect"))
+                }
+            };
         self.state.timed(py, "connect", timeout, None, connect)
     }
 
@@ -76,8 +82,8 @@ impl Cascade {
     #[pyo3(signature = (timeout = None))]
     fn forward(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<Option<Report>> {
         let timeout = timeout_of(timeout);
-        let forward = |state: &mut State, left| match state {
-            State::Feeding(cascade) => {
+        let forward = |state: &mut CascadeStage, left| match state {
+            CascadeStage::Feeding(cascade) => {
                 let forwarded = cascade.forward(left)?;
                 Ok(forwarded.map(|forwarded| Report(forwarded.report)))
             }
@@ -89,9 +95,9 @@ impl Cascade {
     /// Passes everything on from here on, in a thread of its own.
     fn start_background(&self, py: Python<'_>) -> PyResult<()> {
         self.with(py, "start_background", |state| {
-            match std::mem::replace(state, State::Closed) {
-                State::Feeding(cascade) => {
-                    *state = State::Following(Box::new(cascade.in_background()?));
+            match std::mem::replace(state, CascadeStage::Closed) {
+                CascadeStage::Feeding(cascade) => {
+                    *state = CascadeStage::Following(Box::new(cascade.in_background()?));
                     Ok(())
                 }
                 other => {
@@ -106,7 +112,7 @@ impl Cascade {
     #[getter]
     fn last(&self, py: Python<'_>) -> PyResult<Option<Report>> {
         self.with(py, "last", |state| match state {
-            State::Following(cascade) => {
+            CascadeStage::Following(cascade) => {
                 Ok(cascade.last()?.map(|forwarded| Report(forwarded.report)))
             }
             state => Err(state.wrong("last")),
@@ -114,10 +120,10 @@ impl Cascade {
     }
 
     /// Forgets sub-workers that failed, died or were lost.
-    fn forget(&self, py: Python<'_>, workers: Vec<Worker>) -> PyResult<()> {
+    fn forget(&self, py: Python<'_>, workers: Vec<WorkerNumber>) -> PyResult<()> {
         let workers: Vec<u32> = workers.into_iter().map(|worker| worker.0).collect();
         self.with(py, "forget", |state| match state {
-            State::Feeding(cascade) => cascade.forget(workers),
+            CascadeStage::Feeding(cascade) => cascade.forget(workers),
             state => Err(state.wrong("forget")),
         })
     }
@@ -130,7 +136,7 @@ impl Cascade {
     }
 
     fn __repr__(&self) -> String {
-        let word = self.state.look(State::word).unwrap_or("in a call");
+        let word = self.state.look(CascadeStage::word).unwrap_or("in a call");
         format!("<Cascade: {word}>")
     }
 }
@@ -146,13 +152,13 @@ impl Cascade {
         &self,
         py: Python<'_>,
         name: &'static str,
-        call: impl FnOnce(&mut State) -> Result<T, Error> + Send,
+        call: impl FnOnce(&mut CascadeStage) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
         self.state.with(py, name, call)
     }
 }
 
-impl State {
+impl CascadeStage {
     fn close(&mut self, why: Option<&str>) {
         match (std::mem::replace(self, Self::Closed), why) {
             (_, None) | (Self::Closed, _) => {}

@@ -9,18 +9,20 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use rustix::process::{Signal, getpid, kill_process};
 use weightsync_engine::{Error, Origin};
-use weightsync_net::collect::{Joining, Place, Rows, Trainer, What, Worker};
+use weightsync_net::collect::{
+    CollectorLink, CollectorPort, JoinOptions, NoticeKind, Rows, WorkerSeat,
+};
 use weightsync_net::{Distributed, Token};
 
 use crate::errors::{SettingError, ended, exception, forked};
 use crate::options::{LONGEST, Seconds, timeout_of};
-use crate::raw::{self, Address, Span};
+use crate::raw::{self, ByteSpan, RawAddress};
 use crate::wait::released;
 
 /// The port at which a collector's workers join.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct TrainerPort {
-    held: Mutex<Option<Arc<Trainer>>>,
+    held: Mutex<Option<Arc<CollectorPort>>>,
     #[pyo3(get)]
     address: String,
     /// What workers need to join, in hexadecimal digits.
@@ -52,7 +54,7 @@ impl TrainerPort {
         if let Some(tls) = tls {
             scheme = scheme.tls(tls);
         }
-        let listen = || Trainer::listen(&scheme, workers, insecure_plaintext_code);
+        let listen = || CollectorPort::listen(&scheme, workers, insecure_plaintext_code);
         let trainer = released(py, listen)?;
         Ok(Self {
             address: trainer.address().into(),
@@ -87,7 +89,7 @@ impl TrainerPort {
 
 impl TrainerPort {
     /// Never held over a wait, nor over one for the interpreter's lock.
-    fn lock(&self) -> MutexGuard<'_, Option<Arc<Trainer>>> {
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<CollectorPort>>> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -95,7 +97,7 @@ impl TrainerPort {
 /// A worker's place, for one life of it.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct WorkerPlace {
-    place: Place,
+    place: WorkerSeat,
     origin: Origin,
 }
 
@@ -146,10 +148,10 @@ impl WorkerPlace {
         let heard = self.here()?.hear();
         Ok(heard.map(|heard| {
             let (kind, text, part) = match heard.what {
-                What::Joined { from } => ("joined", from, 0),
-                What::Said { json } => ("said", json, 0),
-                What::Part { part } => ("part", String::new(), part),
-                What::Gone { reason } => ("gone", reason, 0),
+                NoticeKind::Joined { from } => ("joined", from, 0),
+                NoticeKind::Said { json } => ("said", json, 0),
+                NoticeKind::Part { part } => ("part", String::new(), part),
+                NoticeKind::Gone { reason } => ("gone", reason, 0),
             };
             (kind, text, part, heard.at)
         }))
@@ -177,7 +179,7 @@ impl WorkerPlace {
 
 impl WorkerPlace {
     /// The place, in the process that it belongs to.
-    fn here(&self) -> PyResult<&Place> {
+    fn here(&self) -> PyResult<&WorkerSeat> {
         match self.origin.is_here() {
             true => Ok(&self.place),
             false => Err(forked()),
@@ -188,7 +190,7 @@ impl WorkerPlace {
 /// A worker's end of the link to its trainer. Its process is killed if the trainer goes.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct TrainerLink {
-    link: Worker,
+    link: CollectorLink,
     origin: Origin,
     /// The worker's number.
     #[pyo3(get)]
@@ -224,7 +226,7 @@ impl TrainerLink {
                     .secret()
             }
         };
-        let joining = Joining {
+        let joining = JoinOptions {
             address: address.clone(),
             secret,
             insecure_plaintext_code,
@@ -240,7 +242,7 @@ impl TrainerLink {
             // The worker may hang, with the interpreter's lock.
             let _ = kill_process(getpid(), Signal::KILL);
         };
-        let joined = released(py, || Worker::join(&joining, gone))?;
+        let joined = released(py, || CollectorLink::join(&joining, gone))?;
         Ok(Self {
             link: joined.link,
             origin: Origin::here(),
@@ -268,14 +270,19 @@ impl TrainerLink {
 
     /// Sends a part: the addresses of its columns, and their bytes.
     #[expect(unsafe_code, reason = "it vouches for the addresses")]
-    fn send_part(&self, py: Python<'_>, part: u64, columns: Vec<(Address, usize)>) -> PyResult<()> {
+    fn send_part(
+        &self,
+        py: Python<'_>,
+        part: u64,
+        columns: Vec<(RawAddress, usize)>,
+    ) -> PyResult<()> {
         let link = self.here()?;
-        let spans = columns.into_iter().map(|(address, len)| Span {
+        let spans = columns.into_iter().map(|(address, len)| ByteSpan {
             address,
             before: 0,
             len,
         });
-        let spans: Vec<Span> = spans.collect();
+        let spans: Vec<ByteSpan> = spans.collect();
         let send = |columns: &[&[u8]]| link.send_part(part, columns);
         let sent = py.detach(|| {
             // SAFETY: the Python files make the promise of an address for each column.
@@ -295,7 +302,7 @@ impl TrainerLink {
 
 impl TrainerLink {
     /// The link, in the process that it belongs to.
-    fn here(&self) -> PyResult<&Worker> {
+    fn here(&self) -> PyResult<&CollectorLink> {
         match self.origin.is_here() {
             true => Ok(&self.link),
             false => Err(forked()),

@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
-use weightsync_core::engine_update::{self, Event, Weights};
+use weightsync_core::engine_update::{self, EngineEvent, EngineWeights};
 
 use crate::errors::LifecycleError;
 use crate::options::{wants, whole};
@@ -25,24 +25,24 @@ impl EngineUpdate {
 
     /// The sync begins; the first call to make.
     fn begin(&self) -> PyResult<Option<String>> {
-        self.step(Event::Begin)
+        self.step(EngineEvent::Begin)
     }
 
     /// The engine has done the call; the next one, or None when the update is over.
     fn done(&self) -> PyResult<Option<String>> {
-        self.step(Event::Done)
+        self.step(EngineEvent::Done)
     }
 
     /// The call failed, and the engine is known to hold `weights`; the next call, or None
     /// when the update is over.
     fn failed(&self, reason: String, weights: Holds) -> PyResult<Option<String>> {
         let weights = weights.0;
-        self.step(Event::Failed { reason, weights })
+        self.step(EngineEvent::Failed { reason, weights })
     }
 
     /// The engine is gone, which may be said at any time: there is no call to make.
     fn died(&self, reason: String) -> PyResult<Option<String>> {
-        self.step(Event::Died { reason })
+        self.step(EngineEvent::Died { reason })
     }
 
     /// What has happened so far, in a word.
@@ -80,7 +80,7 @@ impl EngineUpdate {
 }
 
 impl EngineUpdate {
-    fn step(&self, event: Event) -> PyResult<Option<String>> {
+    fn step(&self, event: EngineEvent) -> PyResult<Option<String>> {
         let mut update = self.update();
         let stepped = update.step(event);
         let (next, call) = stepped.map_err(|error| LifecycleError::new_err(error.to_string()))?;
@@ -106,14 +106,18 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Updates {
 }
 
 /// What the engine is known to hold.
-struct Holds(Weights);
+struct Holds(EngineWeights);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for Holds {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         let word = value.extract::<String>().unwrap_or_default();
-        let all = [Weights::Old, Weights::New, Weights::Unknown];
+        let all = [
+            EngineWeights::Old,
+            EngineWeights::New,
+            EngineWeights::Unknown,
+        ];
         let known = all.into_iter().find(|weights| weights.to_string() == word);
         let possible = "\"old\", \"new\" or \"unknown\"";
         known

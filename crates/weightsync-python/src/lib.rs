@@ -68,13 +68,13 @@ mod _native {
     #[pymodule_export]
     use crate::snapshot::{SetSnapshot, Snapshot};
     #[pymodule_export]
-    use crate::source::{Layout, Source};
+    use crate::source::{Layout, TensorSource};
     #[pymodule_export]
     use crate::store::{Saver, Saving, Store, StoredModel, StoredVersion, Writer};
     #[pymodule_export]
     use crate::synchronizer::{SyncExplorer, SyncTrainer, Synchronizer};
     #[pymodule_export]
-    use crate::tensors::{Copies, Tensors};
+    use crate::tensors::{Copies, DictTensors};
 
     use pyo3::prelude::*;
 

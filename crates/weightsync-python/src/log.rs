@@ -35,12 +35,12 @@ pub fn use_logger(logger: Logger) {
 /// Starts listening for messages.
 pub fn begin() {
     // Fails on a second import of the module, which has its listener already.
-    let _ = tracing::subscriber::set_global_default(Listener);
+    let _ = tracing::subscriber::set_global_default(LogListener);
 }
 
-struct Listener;
+struct LogListener;
 
-impl Subscriber for Listener {
+impl Subscriber for LogListener {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
         match COMMAND.get() {
             Some(logger) => logger.enabled(metadata),

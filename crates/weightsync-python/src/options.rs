@@ -38,9 +38,9 @@ pub fn timeout_of(seconds: Option<Seconds>) -> Option<Duration> {
 
 /// A worker's number.
 #[derive(Clone, Copy)]
-pub struct Worker(pub u32);
+pub struct WorkerNumber(pub u32);
 
-impl<'a, 'py> FromPyObject<'a, 'py> for Worker {
+impl<'a, 'py> FromPyObject<'a, 'py> for WorkerNumber {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
@@ -62,9 +62,9 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Number {
 
 /// How many steps a party has made.
 #[derive(Clone, Copy)]
-pub struct Steps(pub u64);
+pub struct StepCount(pub u64);
 
-impl<'a, 'py> FromPyObject<'a, 'py> for Steps {
+impl<'a, 'py> FromPyObject<'a, 'py> for StepCount {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
@@ -73,9 +73,9 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Steps {
 }
 
 /// Which workers `connect` waits for.
-pub struct Workers(Expect);
+pub struct ExpectedWorkers(Expect);
 
-impl<'a, 'py> FromPyObject<'a, 'py> for Workers {
+impl<'a, 'py> FromPyObject<'a, 'py> for ExpectedWorkers {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
@@ -98,8 +98,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Workers {
     }
 }
 
-impl From<Workers> for Expect {
-    fn from(workers: Workers) -> Self {
+impl From<ExpectedWorkers> for Expect {
+    fn from(workers: ExpectedWorkers) -> Self {
         workers.0
     }
 }
@@ -175,11 +175,11 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Setup {
 }
 
 impl Setup {
-    /// Checks the values. [`Chosen::apply`] then runs without the interpreter's lock, because a run
-    /// directory may have to be waited for.
-    pub fn chosen(self) -> PyResult<Chosen> {
+    /// Checks the values. [`CheckedSetup::apply`] then runs without the interpreter's lock, because
+    /// a run directory may have to be waited for.
+    pub fn chosen(self) -> PyResult<CheckedSetup> {
         let cast = self.cast.as_deref();
-        Ok(Chosen {
+        Ok(CheckedSetup {
             cast: cast
                 .map(|dtype| crate::source::dtype_of("cast", dtype))
                 .transpose()?,
@@ -189,12 +189,12 @@ impl Setup {
 }
 
 /// A [`Setup`] whose values are possible.
-pub struct Chosen {
+pub struct CheckedSetup {
     setup: Setup,
     cast: Option<Dtype>,
 }
 
-impl Chosen {
+impl CheckedSetup {
     pub fn apply(self, setup: SenderSetup) -> Result<SenderSetup, Error> {
         let Self {
             setup: chosen,
@@ -227,7 +227,7 @@ impl Chosen {
 /// How one send differs from the plain one.
 pub struct Send {
     model: Option<String>,
-    workers: Option<Vec<Worker>>,
+    workers: Option<Vec<WorkerNumber>>,
     /// How far it waits.
     wait: Option<String>,
     timeout: Option<Seconds>,

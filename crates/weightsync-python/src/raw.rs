@@ -22,9 +22,9 @@ use weightsync_simd::{digest_lines, stream_copy};
 /// reader of a tensor in addition to torch.
 #[derive(Clone, Copy, Debug, FromPyObject)]
 #[pyo3(transparent)]
-pub struct Address(usize);
+pub struct RawAddress(usize);
 
-impl Address {
+impl RawAddress {
     /// So many bytes further on in the same object; nowhere if the object has no memory.
     pub fn plus(self, bytes: usize) -> Self {
         match self.0 {
@@ -56,18 +56,19 @@ impl Address {
 /// The bytes of an object that a call reads: `len` of them, `before` of which lie in front of
 /// its address.
 #[derive(Clone, Copy, Debug)]
-pub struct Span {
-    pub address: Address,
+pub struct ByteSpan {
+    pub address: RawAddress,
     pub before: usize,
     pub len: usize,
 }
 
-impl Span {
+impl ByteSpan {
     /// None if the object has no memory: its storage was taken away, or it wraps other objects.
     ///
     /// # Safety
     ///
-    /// The caller uses the bytes only while the object's holder keeps the promise of [`Address`].
+    /// The caller uses the bytes only while the object's holder keeps the promise of
+    /// [`RawAddress`].
     unsafe fn bytes<'a>(self) -> Option<&'a [u8]> {
         if self.len == 0 {
             return Some(&[]);
@@ -86,7 +87,7 @@ impl Span {
 ///
 /// The promise of an address holds for each span until this returns: all its bytes are allocated,
 /// and readable.
-pub unsafe fn lend<T>(spans: &[Span], call: impl FnOnce(&[&[u8]]) -> T) -> Result<T, usize> {
+pub unsafe fn lend<T>(spans: &[ByteSpan], call: impl FnOnce(&[&[u8]]) -> T) -> Result<T, usize> {
     let mut lent = Vec::with_capacity(spans.len());
     for (index, span) in spans.iter().enumerate() {
         // SAFETY: `call` takes bytes of any lifetime, so none outlives it, and the caller
@@ -103,7 +104,7 @@ pub unsafe fn lend<T>(spans: &[Span], call: impl FnOnce(&[&[u8]]) -> T) -> Resul
 /// The promise of an address holds for each span until this returns: all its bytes are allocated,
 /// and writable. No two spans overlap, and nothing else uses their bytes meanwhile.
 pub unsafe fn lend_mut<T>(
-    spans: &[Span],
+    spans: &[ByteSpan],
     call: impl FnOnce(&mut [&mut [u8]]) -> T,
 ) -> Result<T, usize> {
     let mut lent: Vec<&mut [u8]> = Vec::with_capacity(spans.len());
@@ -126,8 +127,8 @@ pub unsafe fn lend_mut<T>(
 ///
 /// The caller keeps the promise of an address: so many bytes are allocated until this returns.
 #[pyfunction]
-pub fn checksum(py: Python<'_>, address: Address, size: usize) -> PyResult<i64> {
-    let span = Span {
+pub fn checksum(py: Python<'_>, address: RawAddress, size: usize) -> PyResult<i64> {
+    let span = ByteSpan {
         address,
         before: 0,
         len: size,
@@ -321,7 +322,7 @@ pub struct DlType {
 
 /// The type and address of a tensor at one moment.
 pub struct TensorInfo<'a> {
-    pub address: Address,
+    pub address: RawAddress,
     pub device: DlDevice,
     pub dtype: DlType,
     pub shape: &'a [i64],
@@ -393,7 +394,7 @@ impl Exchange {
             false => unsafe { std::slice::from_raw_parts(list, dimensions) },
         };
         Ok(seen(TensorInfo {
-            address: Address(found.data as usize + found.byte_offset as usize),
+            address: RawAddress(found.data as usize + found.byte_offset as usize),
             device: found.device,
             dtype: found.dtype,
             shape: list(found.shape),

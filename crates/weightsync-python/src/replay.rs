@@ -9,7 +9,7 @@ use weightsync_rl::replay::{self, Column, Prioritised, Sampler, Schema, Slices};
 
 use crate::errors::{SettingError, forked, rl_exception};
 use crate::options::whole;
-use crate::raw::{self, Address, Span};
+use crate::raw::{self, ByteSpan, RawAddress};
 use crate::source::dtype_of;
 
 /// Frames kept for learning from them again.
@@ -41,9 +41,9 @@ struct Chosen {
 }
 
 /// A count of frames.
-struct Frames(usize);
+struct FrameCount(usize);
 
-impl<'a, 'py> FromPyObject<'a, 'py> for Frames {
+impl<'a, 'py> FromPyObject<'a, 'py> for FrameCount {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
@@ -60,7 +60,7 @@ impl ReplayBuffer {
     fn new(
         py: Python<'_>,
         columns: Vec<(String, String, Vec<u64>)>,
-        capacity: Frames,
+        capacity: FrameCount,
         ndim: usize,
         sampler: Option<Chosen>,
         seed: u64,
@@ -102,7 +102,7 @@ impl ReplayBuffer {
         &self,
         py: Python<'_>,
         shape: Vec<usize>,
-        addresses: Vec<Address>,
+        addresses: Vec<RawAddress>,
     ) -> PyResult<(u64, u64)> {
         let held = self.here()?;
         let frames = held.frames_of(&shape);
@@ -124,11 +124,11 @@ impl ReplayBuffer {
     fn sample(
         &self,
         py: Python<'_>,
-        frames: Frames,
-        addresses: Vec<Address>,
-        ids: Address,
-        weights: Option<Address>,
-        mask: Option<Address>,
+        frames: FrameCount,
+        addresses: Vec<RawAddress>,
+        ids: RawAddress,
+        weights: Option<RawAddress>,
+        mask: Option<RawAddress>,
     ) -> PyResult<(bool, bool)> {
         let held = self.here()?;
         let spans = self.spans(frames.0, addresses)?;
@@ -160,7 +160,7 @@ impl ReplayBuffer {
 
     /// Copies the frames of these ids, each column to its address.
     #[expect(unsafe_code, reason = "it vouches for the addresses")]
-    fn read(&self, py: Python<'_>, ids: Vec<u64>, addresses: Vec<Address>) -> PyResult<()> {
+    fn read(&self, py: Python<'_>, ids: Vec<u64>, addresses: Vec<RawAddress>) -> PyResult<()> {
         let held = self.here()?;
         let spans = self.spans(ids.len(), addresses)?;
         let read = |columns: &mut [&mut [u8]]| held.read_into(&ids, columns);
@@ -246,7 +246,7 @@ impl ReplayBuffer {
     }
 
     /// The bytes of so many frames in each column.
-    fn spans(&self, frames: usize, addresses: Vec<Address>) -> PyResult<Vec<Span>> {
+    fn spans(&self, frames: usize, addresses: Vec<RawAddress>) -> PyResult<Vec<ByteSpan>> {
         let schema = self.held.schema();
         let expected = schema.columns().len();
         if addresses.len() != expected {
@@ -261,7 +261,7 @@ impl ReplayBuffer {
             let len = len.ok_or_else(|| {
                 SettingError::new_err(format!("no memory has room for {frames} frames"))
             })?;
-            Ok(Span {
+            Ok(ByteSpan {
                 address,
                 before: 0,
                 len,

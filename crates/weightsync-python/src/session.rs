@@ -14,10 +14,12 @@ use weightsync_engine::{
 use crate::background::Background;
 use crate::errors::{LifecycleError, exception};
 use crate::loader::{TargetArgument, set_of, targets_of};
-use crate::options::{Number, Seconds, Send, Setup, Worker, Workers, pull_of, timeout_of};
+use crate::options::{
+    ExpectedWorkers, Number, Seconds, Send, Setup, WorkerNumber, pull_of, timeout_of,
+};
 use crate::report::{PendingSend, Report, WorkerStatus, versions_of};
 use crate::snapshot::{SetSnapshot, Snapshot};
-use crate::source::{Layout, Source};
+use crate::source::{Layout, TensorSource};
 use crate::wait::{Turns, released};
 
 /// What a worker needs to join: a plain value, that can be pickled, or written
@@ -91,7 +93,7 @@ pub struct Session {
 }
 
 /// One model's weights in a send: its name, unless there is one model only.
-type NamedSources = Vec<(Option<String>, Py<Source>)>;
+type NamedSources = Vec<(Option<String>, Py<TensorSource>)>;
 
 #[pymethods]
 impl Session {
@@ -107,7 +109,7 @@ impl Session {
     fn prepare_sender(
         &self,
         py: Python<'_>,
-        models: Vec<(String, Py<Source>)>,
+        models: Vec<(String, Py<TensorSource>)>,
         setup: Setup,
     ) -> PyResult<InitInfo> {
         let chosen = setup.chosen()?;
@@ -134,7 +136,7 @@ impl Session {
         &self,
         py: Python<'_>,
         weights: NamedSources,
-        workers: Workers,
+        workers: ExpectedWorkers,
         timeout: Option<Seconds>,
         watch: Option<Py<PyAny>>,
         version: Option<Number>,
@@ -151,7 +153,12 @@ impl Session {
 
     /// Waits, in seconds, until these workers are there and have loaded something.
     #[pyo3(signature = (workers, timeout))]
-    fn wait_for(&self, py: Python<'_>, workers: Workers, timeout: Option<Seconds>) -> PyResult<()> {
+    fn wait_for(
+        &self,
+        py: Python<'_>,
+        workers: ExpectedWorkers,
+        timeout: Option<Seconds>,
+    ) -> PyResult<()> {
         let timeout = timeout_of(timeout);
         let expect = workers.into();
         self.timed(py, "wait_for", timeout, |session, left| {
@@ -186,11 +193,11 @@ impl Session {
     fn send_each(
         &self,
         py: Python<'_>,
-        weights: Vec<(Worker, Py<Source>)>,
+        weights: Vec<(WorkerNumber, Py<TensorSource>)>,
         options: Send,
     ) -> PyResult<Report> {
         let (options, timeout) = options.options()?;
-        let each: Vec<(u32, &Source)> = weights
+        let each: Vec<(u32, &TensorSource)> = weights
             .iter()
             .map(|(worker, source)| (worker.0, source.get()))
             .collect();
@@ -217,7 +224,7 @@ impl Session {
     }
 
     /// Holds workers at their versions, or releases them.
-    fn hold(&self, py: Python<'_>, workers: Vec<Worker>, hold: bool) -> PyResult<()> {
+    fn hold(&self, py: Python<'_>, workers: Vec<WorkerNumber>, hold: bool) -> PyResult<()> {
         self.with(py, "hold", |session| {
             let sender = session.sender()?;
             let workers = workers.into_iter().map(|worker| worker.0);
@@ -279,7 +286,7 @@ impl Session {
     fn prepare_receiver(
         py: Python<'_>,
         info: &InitInfo,
-        worker: Worker,
+        worker: WorkerNumber,
         models: Option<Vec<String>>,
         device: &str,
     ) -> PyResult<Self> {
@@ -485,7 +492,7 @@ impl Session {
     }
 
     /// Forgets workers that failed, died or were lost.
-    fn forget(&self, py: Python<'_>, workers: Vec<Worker>) -> PyResult<()> {
+    fn forget(&self, py: Python<'_>, workers: Vec<WorkerNumber>) -> PyResult<()> {
         let workers: Vec<u32> = workers.into_iter().map(|worker| worker.0).collect();
         self.with(py, "forget", |session| session.sender()?.forget(workers))
     }
@@ -572,7 +579,7 @@ fn within(options: SendOptions, left: Option<Duration>) -> SendOptions {
 
 /// The source of a send: one model, or several that flip together.
 struct Sent<'a> {
-    members: Vec<(Option<&'a str>, &'a Source)>,
+    members: Vec<(Option<&'a str>, &'a TensorSource)>,
 }
 
 impl<'a> Sent<'a> {

@@ -9,7 +9,7 @@ use crate::errors::{WrongWeightsError, forked};
 use crate::loader::{Object, TargetArgument, set_of, targets_of};
 use crate::mapping::Mapping;
 use crate::plain;
-use crate::raw::{Address, View};
+use crate::raw::{RawAddress, View};
 use crate::source::{Layout, wrong_weights};
 use crate::tensors::Copies;
 use crate::wait::released;
@@ -48,7 +48,7 @@ impl Snapshot {
     }
 
     #[expect(unsafe_code, reason = "it vouches for the addresses")]
-    fn copy(&self, py: Python<'_>, places: Vec<(usize, Address)>) -> PyResult<()> {
+    fn copy(&self, py: Python<'_>, places: Vec<(usize, RawAddress)>) -> PyResult<()> {
         self.read(py, |held| {
             let views: Vec<_> = held.tensors().collect();
             for (index, address) in places {
@@ -160,7 +160,7 @@ impl Snapshot {
 
     /// Copies tensors, by their index in the layout, to addresses where there is
     /// room for so many bytes.
-    fn copy_to(&self, py: Python<'_>, places: Vec<(usize, Address, u64)>) -> PyResult<()> {
+    fn copy_to(&self, py: Python<'_>, places: Vec<(usize, RawAddress, u64)>) -> PyResult<()> {
         // Addresses come from Python, so each length is checked before a byte is written.
         for (index, _, room) in &places {
             let range = self

@@ -15,8 +15,8 @@ use weightsync_simd::stream_copy_slice;
 use crate::errors::{Raised, SettingError, WrongTypeError, WrongWeightsError, exception};
 use crate::mapping::Mapping;
 use crate::plain;
-use crate::raw::{self, Address, Span};
-use crate::tensors::Tensors;
+use crate::raw::{self, ByteSpan, RawAddress};
+use crate::tensors::DictTensors;
 
 /// Names, dtypes and shapes of tensors, in order.
 #[pyclass(frozen, module = "weightsync._native")]
@@ -85,10 +85,10 @@ pub fn wrong_weights(error: impl ToString) -> PyErr {
 /// The tensors of one model in this process's memory, with the addresses they
 /// have now, and the mapping that they are sent through, if there is one. Reading
 /// them is left to the caller: they have to stay where they are during a send.
-#[pyclass(frozen, module = "weightsync._native")]
-pub struct Source(Form);
+#[pyclass(name = "Source", frozen, module = "weightsync._native")]
+pub struct TensorSource(SourceForm);
 
-enum Form {
+enum SourceForm {
     AsItIs(Placed),
     Mapped(MappedExtractor<'static, Placed>),
     Streamed(Streamed),
@@ -104,7 +104,7 @@ struct Streamed {
 
 /// Tensors in this process's memory.
 struct Placed {
-    tensors: Vec<Tensor>,
+    tensors: Vec<NamedTensor>,
     layout: weightsync_engine::Layout,
     buffers: Vec<String>,
     format: Strategy,
@@ -112,7 +112,7 @@ struct Placed {
 }
 
 /// One tensor, without its place.
-struct Tensor {
+struct NamedTensor {
     name: String,
     dtype: Dtype,
     shape: Vec<u64>,
@@ -122,7 +122,7 @@ struct Tensor {
 
 /// What may differ from one send to the next.
 struct Now {
-    addresses: Vec<Address>,
+    addresses: Vec<RawAddress>,
     /// Elements from one index to the next in each dimension, of those that are
     /// not row-major.
     strides: Vec<(usize, Vec<i64>)>,
@@ -130,7 +130,7 @@ struct Now {
 }
 
 #[pymethods]
-impl Source {
+impl TensorSource {
     /// Tensors as `(name, dtype, shape)`; the names of those that are buffers;
     /// `state_dict` or `tensordict`; extra state by name; what they are sent through.
     #[new]
@@ -151,7 +151,7 @@ impl Source {
                     "tensor {name:?} cannot have the shape {shape:?}"
                 ))
             })?;
-            Ok(Tensor {
+            Ok(NamedTensor {
                 name,
                 dtype,
                 shape,
@@ -185,8 +185,8 @@ impl Source {
                 .map_err(|error| SettingError::new_err(ToString::to_string(&error)))?,
         };
         Ok(Self(match mapping {
-            None => Form::AsItIs(placed),
-            Some(mapping) => Form::Mapped(mapping.0.clone().into_extractor(placed)),
+            None => SourceForm::AsItIs(placed),
+            Some(mapping) => SourceForm::Mapped(mapping.0.clone().into_extractor(placed)),
         }))
     }
 
@@ -197,7 +197,7 @@ impl Source {
     #[staticmethod]
     fn streamed(tensors: Vec<(String, String, Vec<u64>)>, fetch: Py<PyAny>) -> PyResult<Self> {
         let layout = Layout::new(tensors)?.0;
-        Ok(Self(Form::Streamed(Streamed { layout, fetch })))
+        Ok(Self(SourceForm::Streamed(Streamed { layout, fetch })))
     }
 
     /// The place of every tensor, in order, with the strides (in elements) of
@@ -206,7 +206,7 @@ impl Source {
     fn place(
         &self,
         py: Python<'_>,
-        addresses: Vec<Address>,
+        addresses: Vec<RawAddress>,
         strides: Option<Bound<'_, PyDict>>,
         extra: Option<Vec<(String, Bound<'_, PyAny>)>>,
     ) -> PyResult<()> {
@@ -254,7 +254,7 @@ impl Source {
 
     /// The same of tensors that are looked at all at once, in this order; False if
     /// they are not what they were, or cannot be read where they lie.
-    fn place_tensors(&self, py: Python<'_>, tensors: &Tensors) -> PyResult<bool> {
+    fn place_tensors(&self, py: Python<'_>, tensors: &DictTensors) -> PyResult<bool> {
         let placed = self.placed()?;
         let Some(memory) = tensors.memory_layout(py)? else {
             return Ok(false);
@@ -282,18 +282,18 @@ impl Source {
     /// What makes the tensors may refer to this.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         match &self.0 {
-            Form::Streamed(streamed) => visit.call(&streamed.fetch),
+            SourceForm::Streamed(streamed) => visit.call(&streamed.fetch),
             _ => Ok(()),
         }
     }
 }
 
-impl Source {
+impl TensorSource {
     fn placed(&self) -> PyResult<&Placed> {
         match &self.0 {
-            Form::AsItIs(placed) => Ok(placed),
-            Form::Mapped(mapped) => Ok(mapped.source()),
-            Form::Streamed(_) => Err(WrongTypeError::new_err(
+            SourceForm::AsItIs(placed) => Ok(placed),
+            SourceForm::Mapped(mapped) => Ok(mapped.source()),
+            SourceForm::Streamed(_) => Err(WrongTypeError::new_err(
                 "a streamed source makes its tensors itself: they have no places",
             )),
         }
@@ -302,22 +302,22 @@ impl Source {
     /// The layout before any mapping.
     fn given(&self) -> &weightsync_engine::Layout {
         match &self.0 {
-            Form::AsItIs(placed) => &placed.layout,
-            Form::Mapped(mapped) => &mapped.source().layout,
-            Form::Streamed(streamed) => &streamed.layout,
+            SourceForm::AsItIs(placed) => &placed.layout,
+            SourceForm::Mapped(mapped) => &mapped.source().layout,
+            SourceForm::Streamed(streamed) => &streamed.layout,
         }
     }
 
     fn sent(&self) -> &dyn WeightExtractor {
         match &self.0 {
-            Form::AsItIs(placed) => placed,
-            Form::Mapped(mapped) => mapped,
-            Form::Streamed(streamed) => streamed,
+            SourceForm::AsItIs(placed) => placed,
+            SourceForm::Mapped(mapped) => mapped,
+            SourceForm::Streamed(streamed) => streamed,
         }
     }
 }
 
-impl WeightExtractor for Source {
+impl WeightExtractor for TensorSource {
     fn layout(&self) -> Result<weightsync_engine::Layout> {
         self.sent().layout()
     }
@@ -353,7 +353,7 @@ impl Placed {
             let strides = strides.map(|(_, strides)| &strides[..]);
             Ok((tensor.span(*address, strides)?, strides))
         });
-        let (spans, strides): (Vec<Span>, Vec<_>) =
+        let (spans, strides): (Vec<ByteSpan>, Vec<_>) =
             tensors.collect::<Result<Vec<_>>>()?.into_iter().unzip();
         let room: Vec<_> = now
             .extra
@@ -386,11 +386,11 @@ impl Placed {
     }
 }
 
-impl Tensor {
+impl NamedTensor {
     /// The tensor as its bytes say it.
     fn extracted<'a>(
         &'a self,
-        span: &Span,
+        span: &ByteSpan,
         strides: Option<&'a [i64]>,
         bytes: &'a [u8],
     ) -> Result<Extracted<'a>> {
@@ -415,12 +415,12 @@ impl Tensor {
     }
 
     /// The bytes of the tensor, or those that its strides reach.
-    fn span(&self, address: Address, strides: Option<&[i64]>) -> Result<Span> {
+    fn span(&self, address: RawAddress, strides: Option<&[i64]>) -> Result<ByteSpan> {
         let (before, len) = match strides {
             Some(strides) => self.reach(strides)?,
             None => (0, self.len),
         };
-        Ok(Span {
+        Ok(ByteSpan {
             address,
             before,
             len,
@@ -466,14 +466,14 @@ impl Streamed {
     fn write(&self, index: usize, place: &mut [u8]) -> std::io::Result<()> {
         let fetched = Python::try_attach(|py| {
             let address = self.fetch.bind(py).call1((index,))?;
-            address.extract::<Address>()
+            address.extract::<RawAddress>()
         });
         let address = match fetched {
             Some(Ok(address)) => address,
             Some(Err(error)) => return Err(std::io::Error::other(Raised::boxed(error))),
             None => return Err(std::io::Error::other("the interpreter has ended")),
         };
-        let span = Span {
+        let span = ByteSpan {
             address,
             before: 0,
             len: place.len(),

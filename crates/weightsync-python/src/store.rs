@@ -15,7 +15,7 @@ use crate::errors::{LifecycleError, SettingError, ended};
 use crate::options::{Number, Seconds, timeout_of};
 use crate::report::versions_of;
 use crate::snapshot::{SetSnapshot, Snapshot};
-use crate::source::Source;
+use crate::source::TensorSource;
 use crate::wait::{Turns, released};
 
 /// Versions of models in a directory.
@@ -223,7 +223,7 @@ impl Writer {
     fn save(
         &self,
         py: Python<'_>,
-        models: Vec<(String, PyRef<'_, Source>, Option<Number>)>,
+        models: Vec<(String, PyRef<'_, TensorSource>, Option<Number>)>,
     ) -> PyResult<SavedVersion> {
         let models = models.iter().map(|(name, source, number)| {
             let number = number.as_ref().map(|number| Version(number.0));

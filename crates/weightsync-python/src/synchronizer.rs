@@ -13,7 +13,7 @@ use weightsync_serve::synchronizer::{
 };
 
 use crate::errors::Raised;
-use crate::options::{Number, Seconds, Steps, timeout_of};
+use crate::options::{Number, Seconds, StepCount, timeout_of};
 use crate::raw::attached;
 use crate::session::InitInfo;
 use crate::wait::{Turns, released};
@@ -114,7 +114,7 @@ impl Synchronizer {
     fn trainer(
         &self,
         py: Python<'_>,
-        party: (String, Words, Option<String>, Steps),
+        party: (String, Words, Option<String>, StepCount),
         from: &InitInfo,
         timeout: Option<Seconds>,
         watch: Option<Py<PyAny>>,
@@ -137,7 +137,7 @@ impl Synchronizer {
     fn explorer(
         &self,
         py: Python<'_>,
-        party: (String, Words, Option<String>, Steps),
+        party: (String, Words, Option<String>, StepCount),
         eval_interval: Option<NonZero<u64>>,
         timeout: Option<Seconds>,
         watch: Option<Py<PyAny>>,
@@ -202,7 +202,7 @@ pub struct SyncTrainer {
 
 #[pymethods]
 impl SyncTrainer {
-    fn need(&self, py: Python<'_>, step: Option<Steps>) -> PyResult<NeedParts> {
+    fn need(&self, py: Python<'_>, step: Option<StepCount>) -> PyResult<NeedParts> {
         self.with(py, "need_sync", NO_WAIT, |trainer, _| {
             trainer.need_sync(steps_of(step)).map(need_parts)
         })
@@ -211,7 +211,7 @@ impl SyncTrainer {
     fn wait_need(
         &self,
         py: Python<'_>,
-        step: Option<Steps>,
+        step: Option<StepCount>,
         timeout: Option<Seconds>,
         watch: Option<Py<PyAny>>,
     ) -> PyResult<NeedParts> {
@@ -242,7 +242,7 @@ impl SyncTrainer {
     fn sync(
         &self,
         py: Python<'_>,
-        step: Steps,
+        step: StepCount,
         timeout: Option<Seconds>,
         publish: Py<PyAny>,
         watch: Option<Py<PyAny>>,
@@ -307,7 +307,7 @@ pub struct SyncExplorer {
 
 #[pymethods]
 impl SyncExplorer {
-    fn need(&self, py: Python<'_>, step: Option<Steps>) -> PyResult<NeedParts> {
+    fn need(&self, py: Python<'_>, step: Option<StepCount>) -> PyResult<NeedParts> {
         self.with(py, "need_sync", NO_WAIT, |explorer, _| {
             explorer.need_sync(steps_of(step)).map(need_parts)
         })
@@ -316,7 +316,7 @@ impl SyncExplorer {
     fn wait_need(
         &self,
         py: Python<'_>,
-        step: Option<Steps>,
+        step: Option<StepCount>,
         timeout: Option<Seconds>,
         watch: Option<Py<PyAny>>,
     ) -> PyResult<NeedParts> {
@@ -333,7 +333,7 @@ impl SyncExplorer {
     fn sync(
         &self,
         py: Python<'_>,
-        step: Option<Steps>,
+        step: Option<StepCount>,
         timeout: Option<Seconds>,
         load: Py<PyAny>,
         watch: Option<Py<PyAny>>,
@@ -383,7 +383,7 @@ impl SyncExplorer {
     }
 
     /// Whether it is to evaluate after so many steps.
-    fn need_eval(&self, py: Python<'_>, step: Steps) -> PyResult<bool> {
+    fn need_eval(&self, py: Python<'_>, step: StepCount) -> PyResult<bool> {
         self.with(py, "need_eval", NO_WAIT, |explorer, _| {
             Ok(explorer.need_eval(step.0))
         })
@@ -476,7 +476,7 @@ fn seconds_of(fetch: &Fetch) -> Option<f64> {
 }
 
 fn options_of(
-    (name, style, method, step): (String, Words, Option<String>, Steps),
+    (name, style, method, step): (String, Words, Option<String>, StepCount),
 ) -> Result<PartyOptions, Error> {
     Ok(PartyOptions::new(&name)
         .style(style_of(&style)?)
@@ -484,7 +484,7 @@ fn options_of(
         .step(step.0))
 }
 
-fn steps_of(steps: Option<Steps>) -> Option<u64> {
+fn steps_of(steps: Option<StepCount>) -> Option<u64> {
     steps.map(|steps| steps.0)
 }
 

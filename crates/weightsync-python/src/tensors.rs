@@ -5,16 +5,16 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyType};
 
-use crate::raw::{Address, Exchange, Exchanged, TensorInfo};
+use crate::raw::{Exchange, Exchanged, RawAddress, TensorInfo};
 
 /// The tensors of some dicts, as they were when this value was made.
 ///
 /// A later call checks that the dicts still hold the same objects and no others, with the same
 /// dtypes, shapes and memory order. The addresses may have changed, and are looked up again.
-#[pyclass(frozen, module = "weightsync._native")]
-pub struct Tensors {
+#[pyclass(name = "Tensors", frozen, module = "weightsync._native")]
+pub struct DictTensors {
     exchange: Exchange,
-    places: Vec<Place>,
+    places: Vec<DictTensor>,
     others: Vec<(Py<PyDict>, Py<PyString>, Py<PyAny>)>,
     sizes: Vec<(Py<PyDict>, usize)>,
 }
@@ -23,7 +23,7 @@ pub struct Tensors {
 type Entry<'py> = (Bound<'py, PyDict>, Bound<'py, PyString>);
 
 /// One tensor, its dict and key, and its expected properties.
-struct Place {
+struct DictTensor {
     dict: Py<PyDict>,
     key: Py<PyString>,
     tensor: Exchanged,
@@ -42,12 +42,12 @@ struct Expected {
 
 /// The addresses of tensors, and the strides of tensors that are not row-major.
 pub struct MemoryLayout {
-    pub addresses: Vec<Address>,
+    pub addresses: Vec<RawAddress>,
     pub strides: Vec<(usize, Vec<i64>)>,
 }
 
 #[pymethods]
-impl Tensors {
+impl DictTensors {
     /// Tensors of `class`, as `(dict, key)` each. In `others` lies what must stay as well, such
     /// as modules in modules; `dicts` keep the number of entries they have. None if the tensors
     /// cannot all be looked at: one is of another class, or has no memory of its own.
@@ -71,7 +71,7 @@ impl Tensors {
             let Ok(expected) = exchange.look(py, &tensor, |seen| Expected::of(&seen)) else {
                 return Ok(None);
             };
-            found.push(Place {
+            found.push(DictTensor {
                 dict: dict.unbind(),
                 key: key.unbind(),
                 tensor,
@@ -124,10 +124,10 @@ impl Tensors {
     }
 }
 
-/// Which tensors of a version are copied into which of [`Tensors`].
+/// Which tensors of a version are copied into which of [`DictTensors`].
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct Copies {
-    tensors: Py<Tensors>,
+    tensors: Py<DictTensors>,
     /// A place here, and one in the version's layout.
     pairs: Vec<(usize, usize)>,
 }
@@ -136,7 +136,7 @@ pub struct Copies {
 impl Copies {
     /// From pairs: which of `tensors`, and which of the version.
     #[new]
-    fn new(tensors: Py<Tensors>, pairs: Vec<(usize, usize)>) -> Self {
+    fn new(tensors: Py<DictTensors>, pairs: Vec<(usize, usize)>) -> Self {
         Self { tensors, pairs }
     }
 
@@ -157,7 +157,7 @@ impl Copies {
         &self,
         py: Python<'_>,
         sent: &weightsync_engine::Layout,
-    ) -> PyResult<Option<Vec<(usize, Address)>>> {
+    ) -> PyResult<Option<Vec<(usize, RawAddress)>>> {
         let tensors = self.tensors.get();
         let fits = |(own, sent_at): &(usize, usize)| {
             let own = tensors.places.get(*own)?.expected.bytes()?;
@@ -178,7 +178,7 @@ impl Copies {
     }
 }
 
-impl Tensors {
+impl DictTensors {
     /// Where all values are now; none if the tensors are not what they were, or not in this
     /// host's memory as they are: on a device, or to be negated or conjugated by who reads them.
     pub fn memory_layout(&self, py: Python<'_>) -> PyResult<Option<MemoryLayout>> {
@@ -205,7 +205,7 @@ impl Tensors {
         &self,
         py: Python<'_>,
         which: impl Iterator<Item = usize>,
-    ) -> PyResult<Option<Vec<Address>>> {
+    ) -> PyResult<Option<Vec<RawAddress>>> {
         let mut addresses = Vec::with_capacity(which.size_hint().0);
         for index in which {
             let Some(place) = self.places.get(index) else {

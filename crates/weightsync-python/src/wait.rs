@@ -53,7 +53,7 @@ pub fn released_until<T: Send>(
 /// **Guarantee.** Waiting for one's turn ends as any other wait does, and by the call's timeout; ending
 /// it from another thread, or from a signal's handler, ends the call that is on.
 pub struct Turns<T> {
-    held: Mutex<Held<T>>,
+    held: Mutex<TurnsState<T>>,
     free: Condvar,
     end: fn(&mut T, Option<&str>),
     /// Whether it was to be ended; for good.
@@ -63,15 +63,15 @@ pub struct Turns<T> {
     origin: Origin,
 }
 
-struct Held<T> {
+struct TurnsState<T> {
     /// None while a call has it.
     value: Option<T>,
-    by: Option<Holder>,
+    by: Option<TurnHolder>,
 }
 
 /// The call that has it.
 #[derive(Clone, Copy)]
-struct Holder {
+struct TurnHolder {
     call: &'static str,
     thread: ThreadId,
     /// The thread's number in Python.
@@ -82,7 +82,7 @@ impl<T: Send> Turns<T> {
     /// `end` is what an end is, in order or for a reason; any number of times.
     pub fn new(value: T, end: fn(&mut T, Option<&str>)) -> Self {
         Self {
-            held: Mutex::new(Held {
+            held: Mutex::new(TurnsState {
                 value: Some(value),
                 by: None,
             }),
@@ -197,10 +197,10 @@ impl<T: Send> Turns<T> {
         call: &'static str,
         timeout: Option<Duration>,
         watch: Option<&Py<PyAny>>,
-    ) -> PyResult<Result<Turn<'_, T>, Holder>> {
+    ) -> PyResult<Result<Turn<'_, T>, TurnHolder>> {
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut left = timeout;
-        let me = Holder {
+        let me = TurnHolder {
             call,
             thread: std::thread::current().id(),
             number: thread_number(py)?,
@@ -242,7 +242,7 @@ impl<T: Send> Turns<T> {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Held<T>> {
+    fn lock(&self) -> MutexGuard<'_, TurnsState<T>> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -267,7 +267,7 @@ impl<T> Drop for Turn<'_, T> {
             (self.of.end)(value, why.as_deref());
         }
         let mut held = self.of.held.lock().unwrap_or_else(PoisonError::into_inner);
-        *held = Held {
+        *held = TurnsState {
             value: self.value.take(),
             by: None,
         };

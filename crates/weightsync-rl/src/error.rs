@@ -2,7 +2,7 @@ use std::{convert::Infallible, io, path::PathBuf, time::Duration};
 
 use weightsync_engine::{WorkerId, worker::WorkerError};
 
-use crate::collector::{Ending, Task};
+use crate::collector::{Task, WorkerEnding};
 
 /// Why collecting or training failed.
 #[derive(Debug, thiserror::Error)]
@@ -115,7 +115,7 @@ pub enum Error {
         /// How often in a row.
         deaths: u32,
         /// Its last end.
-        exit: Box<Ending>,
+        exit: Box<WorkerEnding>,
     },
     /// Some workers did not deliver in time.
     #[error("workers {:?} delivered no frames within {waited:.1?}", numbers(.missing))]
@@ -233,7 +233,7 @@ pub enum Error {
     NoPriorities,
     /// A directory has a replay buffer with other columns or another capacity.
     #[error(
-        "the replay buffer in {} has {got}, expected {expected}: open it as it is, or use another \
+        "the replay buffer in {} has {got}, expected {expected}: open it is, or use another \
          directory", .path.display()
     )]
     OtherReplayBuffer {

@@ -6,7 +6,7 @@ use rand::SeedableRng;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    env::{BatchedEnv, Env, EnvRng, Envs, Store},
+    env::{BatchedEnv, Env, EnvRng, Envs, StoredAction},
     frames::{Episode, Frames},
     policy::{Choice, Policy},
 };

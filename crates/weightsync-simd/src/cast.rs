@@ -61,7 +61,7 @@ impl Float {
 /// assert_eq!(result, [0x80, 0x3f, 0x20, 0xc0]);
 /// ```
 pub fn cast(to: Float, dst: &mut [u8], from: Float, src: &[u8]) {
-    cast_with(Path::best(), to, dst, from, src);
+    cast_with(CastPath::best(), to, dst, from, src);
 }
 
 /// Casts elements that lie `stride` bytes apart: as many as `dst` has room for, the first of them at
@@ -106,7 +106,7 @@ pub fn cast_strided(
         stride,
     );
     // Gather some elements into a buffer that stays in the cache, then cast them together.
-    let path = Path::best();
+    let path = CastPath::best();
     let mut buffer = [0; GATHERED * 8];
     let mut at = first as isize;
     for part in dst.chunks_mut(GATHERED * to.bytes()) {
@@ -149,13 +149,13 @@ const GATHERED: usize = 64;
 
 /// The instruction sets a cast can use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Path {
+enum CastPath {
     Scalar,
     #[cfg(target_arch = "x86_64")]
     Avx512,
 }
 
-impl Path {
+impl CastPath {
     /// Every path of this target, the fastest first.
     const ALL: &[Self] = &[
         #[cfg(target_arch = "x86_64")]
@@ -187,7 +187,7 @@ impl Path {
 }
 
 /// `path` must be available.
-fn cast_with(path: Path, to: Float, dst: &mut [u8], from: Float, src: &[u8]) {
+fn cast_with(path: CastPath, to: Float, dst: &mut [u8], from: Float, src: &[u8]) {
     assert!(
         src.len().is_multiple_of(from.bytes()),
         "not a whole number of elements"
@@ -202,9 +202,9 @@ fn cast_with(path: Path, to: Float, dst: &mut [u8], from: Float, src: &[u8]) {
         return stream_copy_slice(dst, src);
     }
     let done = match path {
-        Path::Scalar => 0,
+        CastPath::Scalar => 0,
         #[cfg(target_arch = "x86_64")]
-        Path::Avx512 => {
+        CastPath::Avx512 => {
             let streams =
                 dst.len() >= crate::STREAM_THRESHOLD && dst.as_ptr().align_offset(64) == 0;
             // SAFETY: both slices hold `count` elements of their formats, checked above, and the
@@ -221,7 +221,7 @@ fn cast_with(path: Path, to: Float, dst: &mut [u8], from: Float, src: &[u8]) {
     }
 }
 
-fn cast_scalar_from<F: Element<N>, const N: usize>(to: Float, dst: &mut [u8], src: &[u8]) {
+fn cast_scalar_from<F: CastElement<N>, const N: usize>(to: Float, dst: &mut [u8], src: &[u8]) {
     match to {
         Float::F64 => cast_scalar::<F, f64, N, 8>(dst, src),
         Float::F32 => cast_scalar::<F, f32, N, 4>(dst, src),
@@ -230,7 +230,7 @@ fn cast_scalar_from<F: Element<N>, const N: usize>(to: Float, dst: &mut [u8], sr
     }
 }
 
-fn cast_scalar<F: Element<N>, T: Element<M>, const N: usize, const M: usize>(
+fn cast_scalar<F: CastElement<N>, T: CastElement<M>, const N: usize, const M: usize>(
     dst: &mut [u8],
     src: &[u8],
 ) {
@@ -241,15 +241,15 @@ fn cast_scalar<F: Element<N>, T: Element<M>, const N: usize, const M: usize>(
 }
 
 /// One element, `N` bytes long. Every format but `F64` fits into `f32` exactly.
-trait Element<const N: usize>: Copy {
+trait CastElement<const N: usize>: Copy {
     fn read(bytes: [u8; N]) -> Self;
     fn write(self) -> [u8; N];
-    fn cast<T: Element<M>, const M: usize>(self) -> T;
+    fn cast<T: CastElement<M>, const M: usize>(self) -> T;
     fn from_f32(value: f32) -> Self;
     fn from_f64(value: f64) -> Self;
 }
 
-impl Element<8> for f64 {
+impl CastElement<8> for f64 {
     fn read(bytes: [u8; 8]) -> Self {
         f64::from_le_bytes(bytes)
     }
@@ -258,7 +258,7 @@ impl Element<8> for f64 {
         self.to_le_bytes()
     }
 
-    fn cast<T: Element<M>, const M: usize>(self) -> T {
+    fn cast<T: CastElement<M>, const M: usize>(self) -> T {
         T::from_f64(self)
     }
 
@@ -276,7 +276,7 @@ impl Element<8> for f64 {
     }
 }
 
-impl Element<4> for f32 {
+impl CastElement<4> for f32 {
     fn read(bytes: [u8; 4]) -> Self {
         f32::from_le_bytes(bytes)
     }
@@ -285,7 +285,7 @@ impl Element<4> for f32 {
         self.to_le_bytes()
     }
 
-    fn cast<T: Element<M>, const M: usize>(self) -> T {
+    fn cast<T: CastElement<M>, const M: usize>(self) -> T {
         T::from_f32(self)
     }
 
@@ -306,7 +306,7 @@ impl Element<4> for f32 {
 
 macro_rules! sixteen_bit {
     ($format:ty) => {
-        impl Element<2> for $format {
+        impl CastElement<2> for $format {
             fn read(bytes: [u8; 2]) -> Self {
                 <$format>::from_le_bytes(bytes)
             }
@@ -315,7 +315,7 @@ macro_rules! sixteen_bit {
                 self.to_le_bytes()
             }
 
-            fn cast<T: Element<M>, const M: usize>(self) -> T {
+            fn cast<T: CastElement<M>, const M: usize>(self) -> T {
                 T::from_f32(self.to_f32_const())
             }
 
@@ -337,7 +337,7 @@ sixteen_bit!(bf16);
 /// shorter format is the same as rounding the value itself, because the last bit tells on which side
 /// of a tie it lies (S. Boldo and G. Melquiond, "When double rounding is odd", 2005).
 fn round_to_odd(value: f64) -> f32 {
-    let nearest = <f32 as Element<4>>::from_f64(value);
+    let nearest = <f32 as CastElement<4>>::from_f64(value);
     if value.is_nan() || f64::from(nearest) == value {
         return nearest;
     }

@@ -11,7 +11,7 @@ mod x86;
 #[cfg(test)]
 mod tests;
 
-use crate::delta::{BLOCK, Path, Word};
+use crate::delta::{BLOCK, DeltaPath, Word};
 
 /// How many classes there are.
 pub const CLASSES: usize = 16;
@@ -34,7 +34,7 @@ pub struct Exponents {
 ///
 /// If `bytes` are not whole elements or more than a block, or `out` is not one byte for each.
 pub fn classes<W: Word>(bytes: &[u8], exponents: Exponents, out: &mut [u8]) {
-    classes_with::<W>(Path::best(), bytes, exponents, out);
+    classes_with::<W>(DeltaPath::best(), bytes, exponents, out);
 }
 
 /// Says of each of the ascending `places` of a block how many elements of its own class come before
@@ -45,7 +45,7 @@ pub fn classes<W: Word>(bytes: &[u8], exponents: Exponents, out: &mut [u8]) {
 /// If a class is not below [`CLASSES`], there are more than [`BLOCK`], `ranks` is shorter than
 /// `places`, or the places do not ascend within the block.
 pub fn rank(classes: &[u8], places: &[u16], totals: &mut [u32; CLASSES], ranks: &mut [u32]) {
-    rank_with(Path::best(), classes, places, totals, ranks);
+    rank_with(DeltaPath::best(), classes, places, totals, ranks);
 }
 
 /// The way back from [`rank`]: finds the places in a block of the elements that have the next of
@@ -63,11 +63,11 @@ pub fn select(
     taken: &mut [usize; CLASSES],
     places: &mut [u16],
 ) -> usize {
-    select_with(Path::best(), classes, ranks, totals, taken, places)
+    select_with(DeltaPath::best(), classes, ranks, totals, taken, places)
 }
 
 /// `path` must be available.
-fn classes_with<W: Word>(path: Path, bytes: &[u8], exponents: Exponents, out: &mut [u8]) {
+fn classes_with<W: Word>(path: DeltaPath, bytes: &[u8], exponents: Exponents, out: &mut [u8]) {
     assert_eq!(
         bytes.len(),
         out.len() * W::BYTES,
@@ -75,19 +75,19 @@ fn classes_with<W: Word>(path: Path, bytes: &[u8], exponents: Exponents, out: &m
     );
     assert!(out.len() <= BLOCK, "more than a block");
     match path {
-        Path::Scalar => scalar::classes::<W>(bytes, exponents, out),
+        DeltaPath::Scalar => scalar::classes::<W>(bytes, exponents, out),
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the path was chosen because the processor has its instructions.
-        Path::Avx2 => unsafe { x86::classes_avx2::<W>(bytes, exponents, out) },
+        DeltaPath::Avx2 => unsafe { x86::classes_avx2::<W>(bytes, exponents, out) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: likewise.
-        Path::Avx512 => unsafe { x86::classes_avx512::<W>(bytes, exponents, out) },
+        DeltaPath::Avx512 => unsafe { x86::classes_avx512::<W>(bytes, exponents, out) },
     }
 }
 
 /// `path` must be available.
 fn rank_with(
-    path: Path,
+    path: DeltaPath,
     classes: &[u8],
     places: &[u16],
     totals: &mut [u32; CLASSES],
@@ -96,16 +96,16 @@ fn rank_with(
     assert!(classes.len() <= BLOCK, "more than a block");
     assert!(ranks.len() >= places.len(), "a rank for each place");
     let done = match path {
-        Path::Scalar => 0,
+        DeltaPath::Scalar => 0,
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the path was chosen because the processor has its instructions.
-        Path::Avx2 => unsafe { x86::rank_avx2(classes, places, totals, ranks) },
+        DeltaPath::Avx2 => unsafe { x86::rank_avx2(classes, places, totals, ranks) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: likewise.
-        Path::Avx512 => unsafe { x86::rank_avx512(classes, places, totals, ranks) },
+        DeltaPath::Avx512 => unsafe { x86::rank_avx512(classes, places, totals, ranks) },
     };
     let first = match path {
-        Path::Scalar => 0,
+        DeltaPath::Scalar => 0,
         #[cfg(target_arch = "x86_64")]
         _ => classes.len() / 64 * 64,
     };
@@ -115,7 +115,7 @@ fn rank_with(
 
 /// `path` must be available.
 fn select_with(
-    path: Path,
+    path: DeltaPath,
     classes: &[u8],
     ranks: &[&[u32]; CLASSES],
     totals: &mut [u32; CLASSES],
@@ -125,15 +125,15 @@ fn select_with(
     assert!(classes.len() <= BLOCK, "more than a block");
     assert!(places.len() >= classes.len(), "room for each place");
     let (first, found) = match path {
-        Path::Scalar => (0, 0),
+        DeltaPath::Scalar => (0, 0),
         #[cfg(target_arch = "x86_64")]
-        Path::Avx2 => {
+        DeltaPath::Avx2 => {
             // SAFETY: the path was chosen because the processor has its instructions.
             let found = unsafe { x86::select_avx2(classes, ranks, totals, taken, places) };
             (classes.len() / 64 * 64, found)
         }
         #[cfg(target_arch = "x86_64")]
-        Path::Avx512 => {
+        DeltaPath::Avx512 => {
             // SAFETY: likewise.
             let found = unsafe { x86::select_avx512(classes, ranks, totals, taken, places) };
             (classes.len() / 64 * 64, found)

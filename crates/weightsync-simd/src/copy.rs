@@ -131,9 +131,9 @@ impl Copier {
     #[inline]
     pub unsafe fn copy(&self, dst: *mut u8, src: *const u8, len: usize) {
         let path = if self.streams {
-            Path::best()
+            CopyPath::best()
         } else {
-            Path::Scalar
+            CopyPath::Scalar
         };
         // SAFETY: same contract; `best` is available, and the fence follows in `drop`.
         unsafe { copy_unfenced(path, dst, src, len) };
@@ -150,7 +150,7 @@ impl Drop for Copier {
 
 /// The instruction sets a streaming copy can use. `Scalar` is the plain copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Path {
+pub(crate) enum CopyPath {
     Scalar,
     #[cfg(target_arch = "x86_64")]
     Sse2,
@@ -160,7 +160,7 @@ pub(crate) enum Path {
     Avx512,
 }
 
-impl Path {
+impl CopyPath {
     /// Every path of this target, the fastest first.
     const ALL: &[Self] = &[
         #[cfg(target_arch = "x86_64")]
@@ -209,10 +209,10 @@ const LINE: usize = 64;
 ///
 /// As [`Copier::copy`], and the processor has `path`'s instructions.
 #[inline]
-pub(crate) unsafe fn copy_unfenced(path: Path, dst: *mut u8, src: *const u8, len: usize) {
+pub(crate) unsafe fn copy_unfenced(path: CopyPath, dst: *mut u8, src: *const u8, len: usize) {
     match path {
         // SAFETY: the caller promises valid, non-overlapping ranges of `len` bytes.
-        Path::Scalar => unsafe { core::ptr::copy_nonoverlapping(src, dst, len) },
+        CopyPath::Scalar => unsafe { core::ptr::copy_nonoverlapping(src, dst, len) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: same contract.
         _ => unsafe { stream_lines(path, dst, src, len) },
@@ -231,7 +231,7 @@ pub(crate) fn fence() {
 ///
 /// As [`copy_unfenced`].
 #[cfg(target_arch = "x86_64")]
-unsafe fn stream_lines(path: Path, dst: *mut u8, src: *const u8, len: usize) {
+unsafe fn stream_lines(path: CopyPath, dst: *mut u8, src: *const u8, len: usize) {
     let head = dst.align_offset(LINE).min(len);
     let lines = (len - head) / LINE;
     let body = lines * LINE;
@@ -242,13 +242,13 @@ unsafe fn stream_lines(path: Path, dst: *mut u8, src: *const u8, len: usize) {
     // SAFETY: likewise for the source.
     let from = unsafe { src.add(head) };
     match path {
-        Path::Scalar => unreachable!("the plain copy has no lines"),
+        CopyPath::Scalar => unreachable!("the plain copy has no lines"),
         // SAFETY: `lines` lines are left in both ranges, and `to` is aligned if there are any.
-        Path::Sse2 => unsafe { x86::stream_sse2(to, from, lines) },
+        CopyPath::Sse2 => unsafe { x86::stream_sse2(to, from, lines) },
         // SAFETY: likewise; the caller promises AVX2.
-        Path::Avx2 => unsafe { x86::stream_avx2(to, from, lines) },
+        CopyPath::Avx2 => unsafe { x86::stream_avx2(to, from, lines) },
         // SAFETY: likewise; the caller promises AVX-512F.
-        Path::Avx512 => unsafe { x86::stream_avx512(to, from, lines) },
+        CopyPath::Avx512 => unsafe { x86::stream_avx512(to, from, lines) },
     }
     // SAFETY: `head + body <= len`.
     let to = unsafe { to.add(body) };

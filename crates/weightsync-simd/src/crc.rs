@@ -60,7 +60,7 @@ impl Crc64 {
 
     /// Appends `bytes`.
     pub fn update(&mut self, bytes: &[u8]) {
-        update(&mut self.0, Path::best(), bytes);
+        update(&mut self.0, CrcPath::best(), bytes);
     }
 
     /// The checksum of everything fed so far; more may follow.
@@ -142,13 +142,13 @@ impl Copier {
     /// As [`Copier::copy`].
     pub unsafe fn copy_update(&self, crc: &mut Crc64, dst: *mut u8, src: *const u8, len: usize) {
         // SAFETY: same contract; `best` is available, and the fence follows in `drop`.
-        unsafe { copy_crc_unfenced(&mut crc.0, Path::best(), self.streams, dst, src, len) };
+        unsafe { copy_crc_unfenced(&mut crc.0, CrcPath::best(), self.streams, dst, src, len) };
     }
 }
 
 /// The instruction sets a checksummed copy can use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Path {
+enum CrcPath {
     /// Block by block through a buffer that stays in the cache.
     Scalar,
     #[cfg(target_arch = "x86_64")]
@@ -159,7 +159,7 @@ enum Path {
     Vpclmul512,
 }
 
-impl Path {
+impl CrcPath {
     /// Every path of this target, the fastest first.
     const ALL: &[Self] = &[
         #[cfg(target_arch = "x86_64")]
@@ -209,14 +209,14 @@ impl Path {
 /// As [`Copier::copy_update`], and the processor has `path`'s instructions.
 unsafe fn copy_crc_unfenced(
     crc: &mut crc_fast::Digest,
-    path: Path,
+    path: CrcPath,
     streams: bool,
     dst: *mut u8,
     src: *const u8,
     len: usize,
 ) {
     let done = match path {
-        Path::Scalar => 0,
+        CrcPath::Scalar => 0,
         #[cfg(target_arch = "x86_64")]
         // SAFETY: same contract.
         _ => unsafe { fold_lines(crc, path, streams, dst, src, len) },
@@ -238,7 +238,7 @@ unsafe fn copy_crc_unfenced(
 #[cfg(target_arch = "x86_64")]
 unsafe fn fold_lines(
     crc: &mut crc_fast::Digest,
-    path: Path,
+    path: CrcPath,
     streams: bool,
     dst: *mut u8,
     src: *const u8,
@@ -246,9 +246,9 @@ unsafe fn fold_lines(
 ) -> usize {
     use x86::stores::{PLAIN, STREAMS};
     let group = match path {
-        Path::Vpclmul512 => x86::GROUP_512,
-        Path::Vpclmul256 => x86::GROUP_256,
-        Path::Pclmul | Path::Scalar => x86::GROUP_128,
+        CrcPath::Vpclmul512 => x86::GROUP_512,
+        CrcPath::Vpclmul256 => x86::GROUP_256,
+        CrcPath::Pclmul | CrcPath::Scalar => x86::GROUP_128,
     };
     let head = dst.align_offset(64).min(len);
     let groups = (len - head) / group;
@@ -267,19 +267,19 @@ unsafe fn fold_lines(
     match (path, streams) {
         // SAFETY: `groups` groups are left in both ranges, `to` is 64-byte aligned, and the caller
         // promises the path's instructions.
-        (Path::Vpclmul512, true) => unsafe {
+        (CrcPath::Vpclmul512, true) => unsafe {
             x86::fold_512::<true>(to, from, groups, state, remainder)
         },
         // SAFETY: likewise.
-        (Path::Vpclmul512, false) => unsafe {
+        (CrcPath::Vpclmul512, false) => unsafe {
             x86::fold_512::<false>(to, from, groups, state, remainder)
         },
         // SAFETY: likewise.
-        (Path::Vpclmul256, true) => unsafe {
+        (CrcPath::Vpclmul256, true) => unsafe {
             x86::fold_256::<{ STREAMS }>(to, from, groups, state, remainder)
         },
         // SAFETY: likewise.
-        (Path::Vpclmul256, false) => unsafe {
+        (CrcPath::Vpclmul256, false) => unsafe {
             x86::fold_256::<{ PLAIN }>(to, from, groups, state, remainder)
         },
         // SAFETY: likewise.
@@ -295,9 +295,9 @@ unsafe fn fold_lines(
 
 /// Appends bytes that stay where they are. The library folds by 16 bytes, or by 64 where there is
 /// AVX-512; where there is VPCLMULQDQ without it, 32 at a time are twice as fast.
-fn update(crc: &mut crc_fast::Digest, path: Path, bytes: &[u8]) {
+fn update(crc: &mut crc_fast::Digest, path: CrcPath, bytes: &[u8]) {
     #[cfg(target_arch = "x86_64")]
-    if path == Path::Vpclmul256 && bytes.len() >= FOLD_FROM {
+    if path == CrcPath::Vpclmul256 && bytes.len() >= FOLD_FROM {
         let groups = bytes.len() / x86::GROUP_256;
         let (folded, rest) = bytes.split_at(groups * x86::GROUP_256);
         let mut remainder = [0; x86::GROUP_256];
@@ -345,8 +345,12 @@ unsafe fn copy_crc_blocks(
     src: *const u8,
     len: usize,
 ) {
-    use crate::copy::Path;
-    let path = if streams { Path::best() } else { Path::Scalar };
+    use crate::copy::CopyPath;
+    let path = if streams {
+        CopyPath::best()
+    } else {
+        CopyPath::Scalar
+    };
     let mut block = Block([MaybeUninit::uninit(); BLOCK]);
     let buffer = block.0.as_mut_ptr().cast::<u8>();
     let mut at = 0;

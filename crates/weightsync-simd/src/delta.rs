@@ -93,7 +93,7 @@ pub fn compare<W: Word>(
     places: &mut [u16],
     steps: &mut [W],
 ) -> usize {
-    compare_with::<W, true>(Path::best(), old, new, masks, places, steps)
+    compare_with::<W, true>(DeltaPath::best(), old, new, masks, places, steps)
 }
 
 /// [`compare`] without the places, which takes less time where many elements differ; [`ones`] finds
@@ -113,7 +113,7 @@ pub fn compare<W: Word>(
 /// assert_eq!((masks[0], steps[0]), (0b010, 5_u8.wrapping_sub(8)));
 /// ```
 pub fn compare_dense<W: Word>(old: &[u8], new: &[u8], masks: &mut [u64], steps: &mut [W]) -> usize {
-    compare_with::<W, false>(Path::best(), old, new, masks, &mut [], steps)
+    compare_with::<W, false>(DeltaPath::best(), old, new, masks, &mut [], steps)
 }
 
 /// Finds which bits are set, of at most 65,536; returns how many, and writes their places.
@@ -132,7 +132,7 @@ pub fn compare_dense<W: Word>(old: &[u8], new: &[u8], masks: &mut [u64], steps: 
 /// assert_eq!(places[..3], [0, 3, 69]);
 /// ```
 pub fn ones(masks: &[u64], places: &mut [u16]) -> usize {
-    ones_with(Path::best(), masks, places)
+    ones_with(DeltaPath::best(), masks, places)
 }
 
 /// Adds to every element of a block whose bit is set in `masks` the next of `steps`, wrapping;
@@ -156,7 +156,7 @@ pub fn ones(masks: &[u64], places: &mut [u16]) -> usize {
 /// assert_eq!(bytes, [11, 20, 29]);
 /// ```
 pub fn expand<W: Word>(bytes: &mut [u8], masks: &[u64], steps: &[W]) -> usize {
-    expand_with(Path::best(), bytes, masks, steps)
+    expand_with(DeltaPath::best(), bytes, masks, steps)
 }
 
 /// How many bits are set.
@@ -168,7 +168,7 @@ pub fn expand<W: Word>(bytes: &mut [u8], masks: &[u64], steps: &[W]) -> usize {
 /// ```
 pub fn count_ones(words: &[u64]) -> usize {
     #[cfg(target_arch = "x86_64")]
-    if Path::best() != Path::Scalar {
+    if DeltaPath::best() != DeltaPath::Scalar {
         // SAFETY: these paths were chosen because the processor has the instruction.
         return unsafe { x86::count_ones(words) };
     }
@@ -264,7 +264,7 @@ words!(u8, u16, u32, u64);
 
 /// The instruction sets the kernels can use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Path {
+pub(crate) enum DeltaPath {
     Scalar,
     #[cfg(target_arch = "x86_64")]
     Avx2,
@@ -273,7 +273,7 @@ pub(crate) enum Path {
     Avx512,
 }
 
-impl Path {
+impl DeltaPath {
     /// Every path of this target, the fastest first.
     const ALL: &[Self] = &[
         #[cfg(target_arch = "x86_64")]
@@ -321,7 +321,7 @@ impl Path {
 
 /// `path` must be available.
 fn compare_with<W: Word, const PLACES: bool>(
-    path: Path,
+    path: DeltaPath,
     old: &[u8],
     new: &[u8],
     masks: &mut [u64],
@@ -336,31 +336,35 @@ fn compare_with<W: Word, const PLACES: bool>(
     };
     assert!(room >= elements + SLACK, "too little room for the changes");
     match path {
-        Path::Scalar => scalar::compare::<W, PLACES>(old, new, masks, places, steps),
+        DeltaPath::Scalar => scalar::compare::<W, PLACES>(old, new, masks, places, steps),
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the path was chosen because the processor has its instructions; the lengths are
         // checked above.
-        Path::Avx2 => unsafe { x86::compare_avx2::<W, PLACES>(old, new, masks, places, steps) },
+        DeltaPath::Avx2 => unsafe {
+            x86::compare_avx2::<W, PLACES>(old, new, masks, places, steps)
+        },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: likewise.
-        Path::Avx512 => unsafe { x86::compare_avx512::<W, PLACES>(old, new, masks, places, steps) },
+        DeltaPath::Avx512 => unsafe {
+            x86::compare_avx512::<W, PLACES>(old, new, masks, places, steps)
+        },
     }
 }
 
 /// `path` must be available.
-fn ones_with(path: Path, masks: &[u64], places: &mut [u16]) -> usize {
+fn ones_with(path: DeltaPath, masks: &[u64], places: &mut [u16]) -> usize {
     assert!(masks.len() <= BLOCK / 64, "more than a block");
     assert!(places.len() >= masks.len() * 64 + SLACK, "too little room");
     match path {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the path was chosen because the processor has its instructions; there is room.
-        Path::Avx512 => unsafe { x86::ones_avx512(masks, places) },
+        DeltaPath::Avx512 => unsafe { x86::ones_avx512(masks, places) },
         _ => scalar::ones(masks, places),
     }
 }
 
 /// `path` must be available.
-fn expand_with<W: Word>(path: Path, bytes: &mut [u8], masks: &[u64], steps: &[W]) -> usize {
+fn expand_with<W: Word>(path: DeltaPath, bytes: &mut [u8], masks: &[u64], steps: &[W]) -> usize {
     let elements = elements::<W>(bytes, masks);
     let (whole, rest) = (elements / 64, elements % 64);
     let bits = count_ones(&masks[..whole]);
@@ -371,7 +375,7 @@ fn expand_with<W: Word>(path: Path, bytes: &mut [u8], masks: &[u64], steps: &[W]
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the path was chosen because the processor has its instructions; as many words of
         // `masks` as are taken were counted above, so the steps suffice.
-        Path::Avx512 => unsafe { x86::expand_avx512(bytes, &masks[..whole], steps) },
+        DeltaPath::Avx512 => unsafe { x86::expand_avx512(bytes, &masks[..whole], steps) },
         _ => scalar::expand(bytes, &masks[..whole], steps),
     };
     let tail = &mut bytes[whole * 64 * W::BYTES..];

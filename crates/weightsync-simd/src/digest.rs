@@ -63,7 +63,7 @@ pub const LINE_BYTES: usize = 64;
 /// assert_eq!(parts, digest_lines(&image, 0));
 /// ```
 pub fn digest_lines(bytes: &[u8], first_line: u64) -> [u64; 2] {
-    sum_with(Path::best(), bytes, first_line)
+    sum_with(DigestPath::best(), bytes, first_line)
 }
 
 /// The digest sum of some lines of `bytes`: those numbered `which` from its first, which is line
@@ -83,7 +83,7 @@ pub fn digest_lines(bytes: &[u8], first_line: u64) -> [u64; 2] {
 /// assert_eq!(digest_lines_at(&image, &[1, 3], 0), parts);
 /// ```
 pub fn digest_lines_at(bytes: &[u8], which: &[u16], first_line: u64) -> [u64; 2] {
-    sum_at_with(Path::best(), bytes, which, first_line)
+    sum_at_with(DigestPath::best(), bytes, which, first_line)
 }
 
 /// What to add to an image's sum when `old` becomes `new`, both beginning at line `first_line`.
@@ -135,7 +135,7 @@ const STRIDES: [u64; 2] = [0x9e37_79b9_7f4a_7c15, 0xbf71_5880_9cf4_f3c7];
 
 /// The instruction sets the digest can use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Path {
+enum DigestPath {
     Scalar,
     #[cfg(target_arch = "x86_64")]
     AesNi,
@@ -143,7 +143,7 @@ enum Path {
     Vaes512,
 }
 
-impl Path {
+impl DigestPath {
     /// Every path of this target, the fastest first.
     const ALL: &[Self] = &[
         #[cfg(target_arch = "x86_64")]
@@ -182,7 +182,7 @@ impl Path {
 }
 
 /// `path` must be available.
-fn sum_at_with(path: Path, bytes: &[u8], which: &[u16], first_line: u64) -> [u64; 2] {
+fn sum_at_with(path: DigestPath, bytes: &[u8], which: &[u16], first_line: u64) -> [u64; 2] {
     let (lines, rest) = bytes.as_chunks::<LINE_BYTES>();
     // Only the last of the bytes may be less than a line.
     if !rest.is_empty() {
@@ -197,11 +197,11 @@ fn sum_at_with(path: Path, bytes: &[u8], which: &[u16], first_line: u64) -> [u64
     match path {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the path was chosen because the processor has AVX-512F and VAES.
-        Path::Vaes512 => unsafe { x86::sum_at_512(lines, which, first_line) },
+        DigestPath::Vaes512 => unsafe { x86::sum_at_512(lines, which, first_line) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the path was chosen because the processor has AES-NI.
-        Path::AesNi => unsafe { x86::sum_at_128(lines, which, first_line) },
-        Path::Scalar => {
+        DigestPath::AesNi => unsafe { x86::sum_at_128(lines, which, first_line) },
+        DigestPath::Scalar => {
             let one = |line: &u16| {
                 let index = first_line.wrapping_add(u64::from(*line));
                 scalar::sum(&[lines[usize::from(*line)]], index)
@@ -212,15 +212,15 @@ fn sum_at_with(path: Path, bytes: &[u8], which: &[u16], first_line: u64) -> [u64
 }
 
 /// `path` must be available.
-fn sum_with(path: Path, bytes: &[u8], first_line: u64) -> [u64; 2] {
+fn sum_with(path: DigestPath, bytes: &[u8], first_line: u64) -> [u64; 2] {
     let sum: fn(&[Line], u64) -> [u64; 2] = match path {
-        Path::Scalar => scalar::sum,
+        DigestPath::Scalar => scalar::sum,
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the path was chosen because the processor has AES-NI.
-        Path::AesNi => |lines, first_line| unsafe { x86::sum_128(lines, first_line) },
+        DigestPath::AesNi => |lines, first_line| unsafe { x86::sum_128(lines, first_line) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the path was chosen because the processor has AVX-512F and VAES.
-        Path::Vaes512 => |lines, first_line| unsafe { x86::sum_512(lines, first_line) },
+        DigestPath::Vaes512 => |lines, first_line| unsafe { x86::sum_512(lines, first_line) },
     };
     let (lines, rest) = bytes.as_chunks::<LINE_BYTES>();
     let total = sum(lines, first_line);

@@ -10,7 +10,7 @@ mod x86;
 #[cfg(test)]
 mod tests;
 
-use crate::delta::{BLOCK, Path, SLACK, Word};
+use crate::delta::{BLOCK, DeltaPath, SLACK, Word};
 
 /// How many bytes more than are written or read the kernels want to be there.
 pub const PACK_SLACK: usize = 16;
@@ -36,7 +36,7 @@ pub const PACK_BITS: u32 = 16;
 /// assert_eq!(numbers, [1, 2, 3]);
 /// ```
 pub fn pack(numbers: &[u16], bits: u32, out: &mut [u8]) -> usize {
-    pack_with(Path::best(), numbers, bits, out)
+    pack_with(DeltaPath::best(), numbers, bits, out)
 }
 
 /// Reads numbers of so many bits each; behind the end of `bytes` there are zeros.
@@ -45,7 +45,7 @@ pub fn pack(numbers: &[u16], bits: u32, out: &mut [u8]) -> usize {
 ///
 /// If `bits` is above [`PACK_BITS`].
 pub fn unpack(bytes: &[u8], bits: u32, numbers: &mut [u16]) {
-    unpack_with(Path::best(), bytes, bits, numbers);
+    unpack_with(DeltaPath::best(), bytes, bits, numbers);
 }
 
 /// Writes each number as so many zeros and a one; returns how many bytes that takes.
@@ -73,7 +73,7 @@ pub fn pack_unary(numbers: &[u16], out: &mut [u8]) -> usize {
 /// Reads numbers that [`pack_unary`] wrote, from bit `from` on; returns the bit behind them, or nothing
 /// if the bytes do not suffice. A number beyond 65,535 is read as that.
 pub fn unpack_unary(bytes: &[u8], from: usize, numbers: &mut [u16]) -> Option<usize> {
-    unpack_unary_with(Path::best(), bytes, from, numbers)
+    unpack_unary_with(DeltaPath::best(), bytes, from, numbers)
 }
 
 /// Adds gaps up: each is the lowest `low` bits of its part, above those what is in `highs`, and one
@@ -92,7 +92,7 @@ pub fn unpack_unary(bytes: &[u8], from: usize, numbers: &mut [u16]) -> Option<us
 /// assert_eq!(places, [11, 16, 20]);
 /// ```
 pub fn add_up(parts: &[u16], highs: &[u16], low: u32, from: u64, places: &mut [u16]) -> u64 {
-    add_up_with(Path::best(), (parts, highs), low, from, places)
+    add_up_with(DeltaPath::best(), (parts, highs), low, from, places)
 }
 
 /// Writes each step as a small number: 1, -1, 2, -2 … as 1, 2, 3, 4 …, and as 0 if that is not below
@@ -116,14 +116,14 @@ pub fn add_up(parts: &[u16], highs: &[u16], low: u32, from: u64, places: &mut [u
 /// ```
 pub fn zigzag<W: Word>(steps: &[W], limit: u16, codes: &mut [u16]) -> usize {
     assert_eq!(steps.len(), codes.len(), "a code for each step");
-    match Path::best() {
+    match DeltaPath::best() {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the path was chosen because the processor has its instructions.
-        Path::Avx512 => unsafe { x86::zigzag_avx512(steps, limit, codes) },
+        DeltaPath::Avx512 => unsafe { x86::zigzag_avx512(steps, limit, codes) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: likewise.
-        Path::Avx2 => unsafe { x86::zigzag_avx2(steps, limit, codes) },
-        Path::Scalar => scalar::zigzag(steps, limit, codes),
+        DeltaPath::Avx2 => unsafe { x86::zigzag_avx2(steps, limit, codes) },
+        DeltaPath::Scalar => scalar::zigzag(steps, limit, codes),
     }
 }
 
@@ -134,14 +134,14 @@ pub fn zigzag<W: Word>(steps: &[W], limit: u16, codes: &mut [u16]) -> usize {
 /// If there is not a step for each code.
 pub fn unzigzag<W: Word>(codes: &[u16], steps: &mut [W]) {
     assert_eq!(steps.len(), codes.len(), "a step for each code");
-    match Path::best() {
+    match DeltaPath::best() {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the path was chosen because the processor has its instructions.
-        Path::Avx512 => unsafe { x86::unzigzag_avx512(codes, steps) },
+        DeltaPath::Avx512 => unsafe { x86::unzigzag_avx512(codes, steps) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: likewise.
-        Path::Avx2 => unsafe { x86::unzigzag_avx2(codes, steps) },
-        Path::Scalar => scalar::unzigzag(codes, steps),
+        DeltaPath::Avx2 => unsafe { x86::unzigzag_avx2(codes, steps) },
+        DeltaPath::Scalar => scalar::unzigzag(codes, steps),
     }
 }
 
@@ -163,25 +163,30 @@ pub fn unzigzag<W: Word>(codes: &[u16], steps: &mut [W]) {
 /// assert_eq!(places[..2], [1, 3]);
 /// ```
 pub fn find(numbers: &[u16], mask: u16, value: u16, places: &mut [u16]) -> usize {
-    find_with(Path::best(), numbers, (mask, value), places)
+    find_with(DeltaPath::best(), numbers, (mask, value), places)
 }
 
 /// `path` must be available.
-fn unpack_unary_with(path: Path, bytes: &[u8], from: usize, numbers: &mut [u16]) -> Option<usize> {
+fn unpack_unary_with(
+    path: DeltaPath,
+    bytes: &[u8],
+    from: usize,
+    numbers: &mut [u16],
+) -> Option<usize> {
     match path {
-        Path::Scalar => scalar::unpack_unary(bytes, from, numbers),
+        DeltaPath::Scalar => scalar::unpack_unary(bytes, from, numbers),
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the path was chosen because the processor has its instructions.
-        Path::Avx2 => unsafe { x86::unpack_unary(bytes, from, numbers) },
+        DeltaPath::Avx2 => unsafe { x86::unpack_unary(bytes, from, numbers) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: likewise.
-        Path::Avx512 => unsafe { x86::unpack_unary_avx512(bytes, from, numbers) },
+        DeltaPath::Avx512 => unsafe { x86::unpack_unary_avx512(bytes, from, numbers) },
     }
 }
 
 /// `path` must be available.
 fn add_up_with(
-    path: Path,
+    path: DeltaPath,
     (parts, highs): (&[u16], &[u16]),
     low: u32,
     from: u64,
@@ -196,44 +201,44 @@ fn add_up_with(
     match path {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the path was chosen because the processor has its instructions.
-        Path::Avx512 => unsafe { x86::add_up_avx512((parts, highs), low, from, places) },
+        DeltaPath::Avx512 => unsafe { x86::add_up_avx512((parts, highs), low, from, places) },
         _ => scalar::add_up((parts, highs), low, from, places),
     }
 }
 
 /// `path` must be available.
-fn find_with(path: Path, numbers: &[u16], wanted: (u16, u16), places: &mut [u16]) -> usize {
+fn find_with(path: DeltaPath, numbers: &[u16], wanted: (u16, u16), places: &mut [u16]) -> usize {
     assert!(numbers.len() <= BLOCK, "more than a block");
     assert!(places.len() >= numbers.len() + SLACK, "too little room");
     match path {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the path was chosen because the processor has its instructions; there is room.
-        Path::Avx512 => unsafe { x86::find_avx512(numbers, wanted, places) },
+        DeltaPath::Avx512 => unsafe { x86::find_avx512(numbers, wanted, places) },
         _ => scalar::find(numbers, wanted, 0, places),
     }
 }
 
 /// `path` must be available.
-fn pack_with(path: Path, numbers: &[u16], bits: u32, out: &mut [u8]) -> usize {
+fn pack_with(path: DeltaPath, numbers: &[u16], bits: u32, out: &mut [u8]) -> usize {
     assert!(bits <= PACK_BITS, "at most 16 bits each");
     let bytes = (numbers.len() * bits as usize).div_ceil(8);
     assert!(out.len() >= bytes + PACK_SLACK, "too little room");
     match path {
-        Path::Scalar => scalar::pack(numbers, bits, out),
+        DeltaPath::Scalar => scalar::pack(numbers, bits, out),
         #[cfg(target_arch = "x86_64")]
         // SAFETY: these paths were chosen because the processor has their instructions.
-        Path::Avx2 | Path::Avx512 => unsafe { x86::pack(numbers, bits, out) },
+        DeltaPath::Avx2 | DeltaPath::Avx512 => unsafe { x86::pack(numbers, bits, out) },
     }
     bytes
 }
 
 /// `path` must be available.
-fn unpack_with(path: Path, bytes: &[u8], bits: u32, numbers: &mut [u16]) {
+fn unpack_with(path: DeltaPath, bytes: &[u8], bits: u32, numbers: &mut [u16]) {
     assert!(bits <= PACK_BITS, "at most 16 bits each");
     match path {
-        Path::Scalar => scalar::unpack(bytes, 0, bits, numbers),
+        DeltaPath::Scalar => scalar::unpack(bytes, 0, bits, numbers),
         #[cfg(target_arch = "x86_64")]
         // SAFETY: these paths were chosen because the processor has their instructions.
-        Path::Avx2 | Path::Avx512 => unsafe { x86::unpack(bytes, bits, numbers) },
+        DeltaPath::Avx2 | DeltaPath::Avx512 => unsafe { x86::unpack(bytes, bits, numbers) },
     }
 }

@@ -20,7 +20,7 @@ mod tests;
 /// assert_eq!(weightsync_simd::amax(&source), 2.5);
 /// ```
 pub fn amax(src: &[u8]) -> f32 {
-    amax_with(Path::best(), src)
+    amax_with(QuantisePath::best(), src)
 }
 
 /// Writes each element of `src`, divided by `scale`, as FP8 E4M3 (the kind that has no infinities):
@@ -39,7 +39,7 @@ pub fn amax(src: &[u8]) -> f32 {
 /// assert_eq!(values, [0x38, 0xb0, 0x7e]); // 1, -0.5, 448
 /// ```
 pub fn quantise_e4m3(dst: &mut [u8], src: &[u8], scale: f32) {
-    e4m3_with(Path::best(), dst, src, scale);
+    e4m3_with(QuantisePath::best(), dst, src, scale);
 }
 
 /// Writes each element of `src`, divided by `scale`, as a signed byte: kept within -128 and 127,
@@ -58,18 +58,18 @@ pub fn quantise_e4m3(dst: &mut [u8], src: &[u8], scale: f32) {
 /// assert_eq!(values.map(u8::cast_signed), [2, -2, 127]);
 /// ```
 pub fn quantise_i8(dst: &mut [u8], src: &[u8], scale: f32) {
-    i8_with(Path::best(), dst, src, scale);
+    i8_with(QuantisePath::best(), dst, src, scale);
 }
 
 /// The instruction sets that the loops are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Path {
+enum QuantisePath {
     Scalar,
     #[cfg(target_arch = "x86_64")]
     Avx2,
 }
 
-impl Path {
+impl QuantisePath {
     /// Every path of this target, the fastest first.
     const ALL: &[Self] = &[
         #[cfg(target_arch = "x86_64")]
@@ -100,36 +100,36 @@ impl Path {
 }
 
 /// `path` must be available.
-fn amax_with(path: Path, src: &[u8]) -> f32 {
+fn amax_with(path: QuantisePath, src: &[u8]) -> f32 {
     let (src, rest) = src.as_chunks();
     assert!(rest.is_empty(), "not a whole number of elements");
     match path {
-        Path::Scalar => amax_loop(src),
+        QuantisePath::Scalar => amax_loop(src),
         // SAFETY: the path was chosen because the processor has AVX2.
         #[cfg(target_arch = "x86_64")]
-        Path::Avx2 => unsafe { avx2::amax(src) },
+        QuantisePath::Avx2 => unsafe { avx2::amax(src) },
     }
 }
 
 /// `path` must be available.
-fn e4m3_with(path: Path, dst: &mut [u8], src: &[u8], scale: f32) {
+fn e4m3_with(path: QuantisePath, dst: &mut [u8], src: &[u8], scale: f32) {
     let src = elements(dst, src);
     match path {
-        Path::Scalar => e4m3_loop(dst, src, scale),
+        QuantisePath::Scalar => e4m3_loop(dst, src, scale),
         // SAFETY: the path was chosen because the processor has AVX2.
         #[cfg(target_arch = "x86_64")]
-        Path::Avx2 => unsafe { avx2::e4m3(dst, src, scale) },
+        QuantisePath::Avx2 => unsafe { avx2::e4m3(dst, src, scale) },
     }
 }
 
 /// `path` must be available.
-fn i8_with(path: Path, dst: &mut [u8], src: &[u8], scale: f32) {
+fn i8_with(path: QuantisePath, dst: &mut [u8], src: &[u8], scale: f32) {
     let src = elements(dst, src);
     match path {
-        Path::Scalar => i8_loop(dst, src, scale),
+        QuantisePath::Scalar => i8_loop(dst, src, scale),
         // SAFETY: the path was chosen because the processor has AVX2.
         #[cfg(target_arch = "x86_64")]
-        Path::Avx2 => unsafe { avx2::i8(dst, src, scale) },
+        QuantisePath::Avx2 => unsafe { avx2::i8(dst, src, scale) },
     }
 }
 

@@ -25,31 +25,31 @@ use crate::storage::{Directory, Storage};
 /// # Ok::<(), weightsync_store::StoreError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Address(Place);
+pub struct Address(Location);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Place {
+enum Location {
     /// An absolute path.
     Directory(PathBuf),
     #[cfg(feature = "objects")]
-    Objects(objects::Place),
+    Objects(objects::BucketPrefix),
 }
 
 impl Address {
     /// A directory below this address.
     pub(crate) fn below(&self, name: &str) -> Self {
         Self(match &self.0 {
-            Place::Directory(path) => Place::Directory(path.join(name)),
+            Location::Directory(path) => Location::Directory(path.join(name)),
             #[cfg(feature = "objects")]
-            Place::Objects(place) => Place::Objects(place.below(name)),
+            Location::Objects(place) => Location::Objects(place.below(name)),
         })
     }
 
     pub(crate) fn storage(&self) -> Arc<dyn Storage> {
         match &self.0 {
-            Place::Directory(path) => Arc::new(Directory::new(path)),
+            Location::Directory(path) => Arc::new(Directory::new(path)),
             #[cfg(feature = "objects")]
-            Place::Objects(place) => Arc::new(Objects::new(place.clone())),
+            Location::Objects(place) => Arc::new(Objects::new(place.clone())),
         }
     }
 }
@@ -66,14 +66,14 @@ impl FromStr for Address {
             Some(("file", path)) => path,
             #[cfg(feature = "objects")]
             Some((scheme, rest)) => {
-                let place = objects::Place::parse(scheme, rest);
+                let place = objects::BucketPrefix::parse(scheme, rest);
                 let place = place.ok_or_else(|| {
                     unusable(&format!(
                         "the path of a directory, or {}",
                         objects::EXPECTED
                     ))
                 })?;
-                return Ok(Self(Place::Objects(place)));
+                return Ok(Self(Location::Objects(place)));
             }
             #[cfg(not(feature = "objects"))]
             Some(("s3" | "gs" | "az" | "memory", _)) => {
@@ -104,16 +104,16 @@ impl FromStr for Address {
         let path = files::absolute(Path::new(path));
         let path =
             path.map_err(|error| unusable(&format!("a path that leads to a directory ({error})")))?;
-        Ok(Self(Place::Directory(path)))
+        Ok(Self(Location::Directory(path)))
     }
 }
 
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Place::Directory(path) => path.display().fmt(f),
+            Location::Directory(path) => path.display().fmt(f),
             #[cfg(feature = "objects")]
-            Place::Objects(place) => place.fmt(f),
+            Location::Objects(place) => place.fmt(f),
         }
     }
 }

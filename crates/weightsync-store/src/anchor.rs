@@ -8,13 +8,13 @@ use weightsync_core::Layout;
 use weightsync_core::delta::{SPAN, Scratch};
 use weightsync_core::digest::Digester;
 use weightsync_engine::Snapshot;
-use weightsync_engine::safetensors_format::{Header, Shard};
+use weightsync_engine::safetensors_format::{SafetensorsHeader, Shard};
 use weightsync_engine::transport::{Image, ModelSpec};
 use weightsync_simd::{Crc64, crc64};
 
-use crate::delta_file::{self, Index};
+use crate::delta_file::{self, DeltaIndex};
 use crate::error::{Damage, Result, StoreError};
-use crate::format::{Crc, DELTA, FileEntry, Place, Stored};
+use crate::format::{Crc, DELTA, FileEntry, Stored, VersionKey};
 use crate::storage::{Blob, Storage, Upload};
 use crate::threads;
 
@@ -161,12 +161,12 @@ pub(crate) fn is_extra(file: &FileEntry) -> bool {
 
 /// A version that is in memory, and how it is stored.
 #[derive(Clone, Debug)]
-pub(crate) struct Base {
+pub(crate) struct StoredBase {
     pub(crate) snapshot: Snapshot,
     pub(crate) stored: Stored,
 }
 
-impl Base {
+impl StoredBase {
     /// Whether `stored` is this version with further deltas, or none.
     pub(crate) fn is_below(&self, stored: &Stored) -> bool {
         let own = &self.stored;
@@ -178,14 +178,14 @@ impl Base {
 }
 
 /// Reads one version of a model and checks it. `spare` is memory that may be used again. Of a version
-/// [above](Base::is_below) a base, only the deltas since the base are read.
+/// [above](StoredBase::is_below) a base, only the deltas since the base are read.
 pub(crate) fn read(
     storage: &dyn Storage,
-    manifest: Place,
+    manifest: VersionKey,
     stored: &Stored,
     spec: &ModelSpec,
     spare: Option<Image>,
-    base: Option<&Base>,
+    base: Option<&StoredBase>,
 ) -> Result<Image> {
     let layout = &spec.layout;
     let known = base.map_or(0, |base| base.stored.deltas.len());
@@ -217,7 +217,7 @@ pub(crate) fn read(
 /// Refuses a version that has not the digest of its manifest, and names the file that is damaged.
 pub(crate) fn has_digest(
     storage: &dyn Storage,
-    manifest: Place,
+    manifest: VersionKey,
     stored: &Stored,
     digester: Digester,
 ) -> Result<()> {
@@ -257,7 +257,7 @@ pub(crate) fn open_shards(
         let path = stored.anchor.at.file(&stored.model, &file.name);
         let blob = open(storage, &path, file.bytes)?;
         let mut failed = None;
-        let header = Header::read(file.bytes, &mut |at, place| {
+        let header = SafetensorsHeader::read(file.bytes, &mut |at, place| {
             let read = blob.read_at(at, place);
             read.map_err(|error| {
                 let kind = error.kind();
@@ -325,7 +325,7 @@ fn read_shards(
     image: &mut Image,
     digested: bool,
 ) -> Result<Digester> {
-    struct Job<'a> {
+    struct ReadJob<'a> {
         shard: &'a OpenShard,
         offset: u64,
         /// Where it begins in the image.
@@ -341,7 +341,7 @@ fn read_shards(
             let place = places[index].take().unwrap_or_default();
             jobs.extend(place.chunks_mut(PIECE).enumerate().map(|(piece, place)| {
                 let from = (piece * PIECE) as u64;
-                Job {
+                ReadJob {
                     shard,
                     offset: offset + from,
                     at: start + from,
@@ -395,7 +395,7 @@ fn has_failed(all: &Mutex<Result<Digester>>) -> bool {
 pub(crate) struct OpenDelta {
     pub(crate) path: String,
     pub(crate) blob: Box<dyn Blob>,
-    pub(crate) index: Index,
+    pub(crate) index: DeltaIndex,
 }
 
 /// Opens the deltas after those that are `known`.
@@ -408,7 +408,7 @@ pub(crate) fn open_deltas(
     let open_delta = |file: &crate::format::DeltaFile| {
         let path = file.at.file(&stored.model, DELTA);
         let blob = open(storage, &path, file.bytes)?;
-        let len = Index::header_bytes(layout);
+        let len = DeltaIndex::header_bytes(layout);
         if (len as u64) > file.bytes {
             let what = format!("it has {} bytes, expected {len} or more", file.bytes);
             return Err(Damage::new(storage.name(&path), what).into());
@@ -416,7 +416,7 @@ pub(crate) fn open_deltas(
         let mut header = vec![0; len];
         let read = blob.read_at(0, &mut header);
         read.map_err(|error| cut_short(storage, &path, error))?;
-        let index = Index::read(layout, &header, file.bytes);
+        let index = DeltaIndex::read(layout, &header, file.bytes);
         let index = index.map_err(|what| Damage::new(storage.name(&path), what))?;
         Ok(OpenDelta { path, blob, index })
     };
@@ -472,7 +472,7 @@ fn fold(
 /// Brings a span to the version of a delta. `part` is memory for what is read.
 pub(crate) fn apply(
     storage: &dyn Storage,
-    (path, blob, index): (&str, &dyn Blob, &Index),
+    (path, blob, index): (&str, &dyn Blob, &DeltaIndex),
     (layout, span): (&Layout, usize),
     place: &mut [u8],
     part: &mut Vec<u8>,

@@ -7,7 +7,7 @@ use weightsync_core::{Epoch, ModelId, Run, Version};
 use weightsync_engine::transport::polled::Pause;
 
 use crate::error::{Damage, Result, StoreError};
-use crate::format::{DATA, HEAD, Head, Manifest, Place, Published, VERSIONS, unseal};
+use crate::format::{DATA, HEAD, Head, PublishedRun, StoreManifest, VERSIONS, VersionKey, unseal};
 use crate::storage::Storage;
 
 /// What a store has, as of one moment.
@@ -18,11 +18,11 @@ pub(crate) struct Catalog {
     /// The bytes of the file, whatever they are.
     pub(crate) raw_head: Option<Vec<u8>>,
     /// The published versions, oldest first.
-    pub(crate) places: Vec<Place>,
+    pub(crate) places: Vec<VersionKey>,
     /// Every manifest there is, published or not, by place.
-    pub(crate) listed: Vec<Place>,
+    pub(crate) listed: Vec<VersionKey>,
     /// The versions that have names. If the head is damaged, those of the newest version.
-    pub(crate) names: BTreeMap<String, Place>,
+    pub(crate) names: BTreeMap<String, VersionKey>,
     /// What is damaged.
     pub(crate) damage: Vec<Damage>,
 }
@@ -69,7 +69,9 @@ impl Catalog {
         // After the head: everything it publishes is listed.
         let names = storage.list(VERSIONS);
         let names = names.map_err(StoreError::file("listing", storage.name(VERSIONS)))?;
-        let listed = names.iter().filter_map(|name| Place::of_manifest(name));
+        let listed = names
+            .iter()
+            .filter_map(|name| VersionKey::of_manifest(name));
         let mut listed: Vec<_> = listed.collect();
         listed.sort_unstable();
         let mut catalog = Self {
@@ -128,8 +130,8 @@ impl Catalog {
             None => {
                 versions = self.versions(storage)?;
                 for place in &self.places {
-                    if runs.last().map(|run: &Published| run.epoch) != Some(place.epoch) {
-                        runs.push(Published::none(place.epoch));
+                    if runs.last().map(|run: &PublishedRun| run.epoch) != Some(place.epoch) {
+                        runs.push(PublishedRun::none(place.epoch));
                     }
                     if let Some(run) = runs.last_mut() {
                         // What is listed between two versions of the chain is not a version.
@@ -146,7 +148,9 @@ impl Catalog {
         }
         let data = storage.list(DATA);
         let data = data.map_err(StoreError::file("listing", storage.name(DATA)))?;
-        let data = data.iter().filter_map(|name| name.parse::<Place>().ok());
+        let data = data
+            .iter()
+            .filter_map(|name| name.parse::<VersionKey>().ok());
         let data: Vec<_> = data.collect();
         let epochs = self.listed.iter().chain(&data).map(|place| place.epoch);
         let epochs = epochs.chain(runs.iter().map(|run| run.epoch));
@@ -162,7 +166,7 @@ impl Catalog {
         // removed yet.
         let last = runs.last().map(|last| last.epoch);
         runs.retain(|old| old.epoch < run.epoch && (old.last > 0 || Some(old.epoch) == last));
-        runs.push(Published::none(run.epoch));
+        runs.push(PublishedRun::none(run.epoch));
         Ok(Head {
             run,
             runs,
@@ -193,7 +197,7 @@ impl Catalog {
     }
 
     /// The versions that are being removed and whose manifests are there still.
-    pub(crate) fn half_dropped(&self) -> BTreeSet<Place> {
+    pub(crate) fn half_dropped(&self) -> BTreeSet<VersionKey> {
         let head = self.head.as_ref();
         let dropped = head.map(|(_, head)| &head.dropped).into_iter().flatten();
         let listed = dropped.filter(|place| self.listed.binary_search(place).is_ok());
@@ -220,13 +224,13 @@ pub(crate) fn read(storage: &dyn Storage, path: &str) -> Result<Option<Vec<u8>>>
 }
 
 /// The manifest of a version; `None` if it is not there.
-pub(crate) fn manifest(storage: &dyn Storage, place: Place) -> Result<Option<Manifest>> {
+pub(crate) fn manifest(storage: &dyn Storage, place: VersionKey) -> Result<Option<StoreManifest>> {
     let path = place.manifest();
     let file = storage.name(&path);
     let Some(bytes) = read(storage, &path)? else {
         return Ok(None);
     };
-    let manifest: Manifest = unseal(&file, &bytes)?;
+    let manifest: StoreManifest = unseal(&file, &bytes)?;
     match manifest.place == place {
         true => Ok(Some(manifest)),
         false => {
@@ -252,16 +256,16 @@ fn no_epoch_left(storage: &dyn Storage) -> StoreError {
 /// names that the newest one knows.
 fn chain(
     storage: &dyn Storage,
-    listed: &[Place],
+    listed: &[VersionKey],
     damage: &mut Vec<Damage>,
-) -> Result<(Vec<Place>, BTreeMap<String, Place>)> {
+) -> Result<(Vec<VersionKey>, BTreeMap<String, VersionKey>)> {
     let mut rest = listed;
     let mut places = Vec::new();
     let mut names = None;
-    let mut expected: Option<Place> = None;
+    let mut expected: Option<VersionKey> = None;
     while let Some((&place, before)) = rest.split_last() {
         // A writer that was replaced may have left manifests with the numbers of later versions.
-        let newer: Option<&Place> = places.last();
+        let newer: Option<&VersionKey> = places.last();
         if expected.is_some_and(|expected| place > expected)
             || newer.is_some_and(|newer| place.sequence >= newer.sequence)
         {

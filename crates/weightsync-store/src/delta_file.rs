@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use weightsync_core::Layout;
-use weightsync_core::delta::{Codec, DeltaError, Pattern, SPAN, Scratch, apply, encode};
+use weightsync_core::delta::{BitPattern, Codec, DeltaError, SPAN, Scratch, apply, encode};
 
 use crate::threads;
 
@@ -26,7 +26,7 @@ const WHOLE: u32 = 2;
 
 /// The changes of one model.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Made {
+pub(crate) struct EncodedChanges {
     /// The bytes of the file.
     pub(crate) bytes: Vec<u8>,
     /// Elements of the model.
@@ -42,7 +42,7 @@ pub(crate) fn make(
     old: &[u8],
     new: &[u8],
     limit: u64,
-) -> Option<Made> {
+) -> Option<EncodedChanges> {
     let spans = spans(layout);
     let header = (MAGIC.len() + 8 + 8 * spans) as u64;
     let total = AtomicU64::new(header);
@@ -58,7 +58,7 @@ pub(crate) fn make(
             }
             let range = range_of(layout, index);
             let (old, new) = (&old[range.clone()], &new[range.clone()]);
-            let pattern = Pattern::of_span(layout, range.start as u64);
+            let pattern = BitPattern::of_span(layout, range.start as u64);
             let mut part = Vec::new();
             let Ok(made) = encode(pattern, codec, old, new, &mut part, &mut scratch) else {
                 return failed.store(true, Ordering::Relaxed);
@@ -94,7 +94,7 @@ pub(crate) fn make(
     for (_, part) in parts {
         bytes.extend_from_slice(&part);
     }
-    Some(Made {
+    Some(EncodedChanges {
         bytes,
         elements: elements.into_inner(),
         changed: changed.into_inner(),
@@ -103,12 +103,12 @@ pub(crate) fn make(
 
 /// Where the parts of a file lie.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Index {
+pub(crate) struct DeltaIndex {
     /// For each span its kind, where its part begins in the file, and its length.
     parts: Vec<(u32, u64, usize)>,
 }
 
-impl Index {
+impl DeltaIndex {
     /// Bytes before the first part.
     pub(crate) fn header_bytes(layout: &Layout) -> usize {
         MAGIC.len() + 8 + 8 * spans(layout)
@@ -182,7 +182,7 @@ impl Index {
             SAME => {}
             WHOLE => image.copy_from_slice(part),
             _ => {
-                let pattern = Pattern::of_span(layout, range_of(layout, span).start as u64);
+                let pattern = BitPattern::of_span(layout, range_of(layout, span).start as u64);
                 apply(pattern, part, image, None, scratch)?;
             }
         }

@@ -12,7 +12,7 @@ use serde_json::value::RawValue;
 use weightsync_core::{Digest, Epoch, ModelId, Run, Version};
 use weightsync_simd::crc64;
 
-use crate::anchor::{Base, SAFETENSORS, is_extra};
+use crate::anchor::{SAFETENSORS, StoredBase, is_extra};
 use crate::error::{Damage, Result, StoreError};
 
 /// The format that this program writes, and the newest that it reads.
@@ -40,19 +40,19 @@ pub(crate) const DELTA: &str = "weights.delta";
 /// A saved version's place in the order of all: the writer's epoch, and a number that grows over all
 /// epochs. It is the name of the version's files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) struct Place {
+pub(crate) struct VersionKey {
     pub(crate) epoch: Epoch,
     pub(crate) sequence: u64,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for VersionKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // As many digits as the largest number has, so that names sort as numbers do.
         write!(f, "{:020}-{:020}", self.epoch.0, self.sequence)
     }
 }
 
-impl FromStr for Place {
+impl FromStr for VersionKey {
     type Err = ();
 
     /// Only what `Display` writes.
@@ -71,13 +71,13 @@ impl FromStr for Place {
     }
 }
 
-impl Serialize for Place {
+impl Serialize for VersionKey {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
 }
 
-impl<'de> Deserialize<'de> for Place {
+impl<'de> Deserialize<'de> for VersionKey {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         text.parse()
@@ -85,7 +85,7 @@ impl<'de> Deserialize<'de> for Place {
     }
 }
 
-impl Place {
+impl VersionKey {
     /// The manifest of the version.
     pub(crate) fn manifest(self) -> String {
         format!("{VERSIONS}/{self}.json")
@@ -113,13 +113,13 @@ pub(crate) struct Head {
     /// The run that may write.
     pub(crate) run: Run,
     /// What each run published, by epoch.
-    pub(crate) runs: Vec<Published>,
+    pub(crate) runs: Vec<PublishedRun>,
     /// How many versions there are: fewer manifests are damage.
     pub(crate) count: u64,
     /// Versions that users named.
-    pub(crate) names: BTreeMap<String, Place>,
+    pub(crate) names: BTreeMap<String, VersionKey>,
     /// Versions that are being removed.
-    pub(crate) dropped: BTreeSet<Place>,
+    pub(crate) dropped: BTreeSet<VersionKey>,
     /// The newest version that was ever published of each model: its manifest may be damaged, and its
     /// number is used up all the same.
     pub(crate) versions: BTreeMap<ModelId, Version>,
@@ -127,7 +127,7 @@ pub(crate) struct Head {
 
 /// What one run published.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Published {
+pub(crate) struct PublishedRun {
     pub(crate) epoch: Epoch,
     /// The newest; 0 if there is none.
     pub(crate) last: u64,
@@ -138,27 +138,27 @@ pub(crate) struct Published {
 
 impl Head {
     /// The newest version.
-    pub(crate) fn newest(&self) -> Option<Place> {
+    pub(crate) fn newest(&self) -> Option<VersionKey> {
         let published = self.runs.iter().rev().find(|run| run.last > 0)?;
-        Some(Place {
+        Some(VersionKey {
             epoch: published.epoch,
             sequence: published.last,
         })
     }
 
     /// Whether a manifest of this place is a published version.
-    pub(crate) fn has(&self, place: Place) -> bool {
+    pub(crate) fn has(&self, place: VersionKey) -> bool {
         let run = self.run(place.epoch);
         run.is_some_and(|run| run.has(place.sequence)) && !self.dropped.contains(&place)
     }
 
     /// Whether this place is certain to be no version that was ever published.
-    pub(crate) fn never_had(&self, place: Place) -> bool {
+    pub(crate) fn never_had(&self, place: VersionKey) -> bool {
         self.run(place.epoch)
             .is_some_and(|run| !run.has(place.sequence))
     }
 
-    fn run(&self, epoch: Epoch) -> Option<&Published> {
+    fn run(&self, epoch: Epoch) -> Option<&PublishedRun> {
         let index = self.runs.binary_search_by_key(&epoch, |run| run.epoch);
         index.ok().map(|index| &self.runs[index])
     }
@@ -179,7 +179,7 @@ impl Head {
     }
 }
 
-impl Published {
+impl PublishedRun {
     pub(crate) fn none(epoch: Epoch) -> Self {
         Self {
             epoch,
@@ -202,16 +202,16 @@ pub(crate) struct By {
 
 /// The manifest of one version of the store: a version of each model.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Manifest {
-    pub(crate) place: Place,
+pub(crate) struct StoreManifest {
+    pub(crate) place: VersionKey,
     /// The version published before.
-    pub(crate) previous: Option<Place>,
+    pub(crate) previous: Option<VersionKey>,
     pub(crate) run: Run,
     pub(crate) by: By,
     /// When it was written, in milliseconds since 1970 by the writer's clock. For people alone.
     pub(crate) at: u64,
     /// The names that the head had then. They count if the head is damaged.
-    pub(crate) names: BTreeMap<String, Place>,
+    pub(crate) names: BTreeMap<String, VersionKey>,
     pub(crate) models: Vec<Stored>,
 }
 
@@ -235,7 +235,7 @@ pub(crate) struct Stored {
 /// A full version, in a Hugging Face checkpoint directory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Anchor {
-    pub(crate) at: Place,
+    pub(crate) at: VersionKey,
     pub(crate) files: Vec<FileEntry>,
 }
 
@@ -248,21 +248,21 @@ pub(crate) struct FileEntry {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DeltaFile {
-    pub(crate) at: Place,
+    pub(crate) at: VersionKey,
     pub(crate) bytes: u64,
     pub(crate) crc64: Crc,
 }
 
 impl Stored {
     /// The places of its files, in order.
-    pub(crate) fn needs(&self) -> impl Iterator<Item = Place> + '_ {
+    pub(crate) fn needs(&self) -> impl Iterator<Item = VersionKey> + '_ {
         let deltas = self.deltas.iter().map(|delta| delta.at);
         std::iter::once(self.anchor.at).chain(deltas)
     }
 
     /// The bytes that loading it reads: those of the weights, unless a base has them, and of what is
     /// folded onto them.
-    pub(crate) fn read_bytes(&self, base: Option<&Base>) -> u64 {
+    pub(crate) fn read_bytes(&self, base: Option<&StoredBase>) -> u64 {
         let weights = self.anchor.files.iter();
         let weights = weights.filter(|file| base.is_none() && file.name.ends_with(SAFETENSORS));
         let known = base.map_or(0, |base| base.stored.deltas.len());
@@ -298,9 +298,9 @@ pub(crate) fn total(bytes: impl Iterator<Item = u64>) -> u64 {
     bytes.fold(0, u64::saturating_add)
 }
 
-impl Manifest {
+impl StoreManifest {
     /// The places whose data the version needs.
-    pub(crate) fn needs(&self) -> impl Iterator<Item = Place> + '_ {
+    pub(crate) fn needs(&self) -> impl Iterator<Item = VersionKey> + '_ {
         self.models.iter().flat_map(Stored::needs)
     }
 
@@ -457,7 +457,7 @@ impl Value for Head {
     }
 }
 
-impl Value for Manifest {
+impl Value for StoreManifest {
     fn check(&self) -> Result<(), String> {
         self.check()
     }
@@ -466,7 +466,7 @@ impl Value for Manifest {
 /// How a value lies in its file.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Sealed {
+struct SealedValue {
     format: u32,
     /// Of the format and the text of the value.
     crc64: Crc,
@@ -481,7 +481,7 @@ pub(crate) fn seal(value: &impl Value) -> Vec<u8> {
 }
 
 fn seal_text(value: Box<RawValue>) -> Vec<u8> {
-    let sealed = Sealed {
+    let sealed = SealedValue {
         format: FORMAT,
         crc64: seal_of(FORMAT, value.get()),
         value,
@@ -509,7 +509,7 @@ pub(crate) fn unseal<T: Value>(file: &str, bytes: &[u8]) -> Result<T> {
             expected: FORMAT,
         });
     }
-    let sealed: Sealed = serde_json::from_slice(bytes)
+    let sealed: SealedValue = serde_json::from_slice(bytes)
         .map_err(|error| damaged(format!("it is not what a store writes: {error}")))?;
     let crc64 = seal_of(sealed.format, sealed.value.get());
     if crc64 != sealed.crc64 {
@@ -530,7 +530,7 @@ struct Format {
 
 /// Whether the checksum is that of another format than the file names: the number is then damaged.
 fn is_sealed_as(format: u32, bytes: &[u8]) -> bool {
-    let sealed = serde_json::from_slice::<Sealed>(bytes);
+    let sealed = serde_json::from_slice::<SealedValue>(bytes);
     sealed.is_ok_and(|sealed| sealed.crc64 == seal_of(format, sealed.value.get()))
 }
 

@@ -1,10 +1,10 @@
 //! The decoders of a store's files, for the fuzz targets.
 
-use weightsync_core::delta::{Codec, Pattern, Scratch, apply, encode};
+use weightsync_core::delta::{BitPattern, Codec, Scratch, apply, encode};
 use weightsync_core::{Dtype, Layout};
 
-use crate::delta_file::{self, Index};
-use crate::format::{Head, Manifest, Value, seal, sealed, unseal};
+use crate::delta_file::{self, DeltaIndex};
+use crate::format::{Head, StoreManifest, Value, seal, sealed, unseal};
 
 /// A head and a manifest, as they lie in their files.
 pub fn valid() -> [Vec<u8>; 2] {
@@ -25,7 +25,7 @@ pub fn valid_values() -> [Vec<u8>; 2] {
 
 /// Reads bytes as a head and as a manifest: how many of the two they are.
 pub fn files(bytes: &[u8]) -> usize {
-    [reads::<Head>(bytes), reads::<Manifest>(bytes)]
+    [reads::<Head>(bytes), reads::<StoreManifest>(bytes)]
         .iter()
         .filter(|reads| **reads)
         .count()
@@ -96,7 +96,7 @@ pub fn scratch() -> Scratch {
     let mut scratch = Scratch::new();
     for kind in 0..KINDS.len() {
         let layout = layout(kind);
-        let pattern = Pattern::of_span(&layout, 0);
+        let pattern = BitPattern::of_span(&layout, 0);
         let old = older(&layout);
         for &codec in Codec::ALL {
             let mut new = old.clone();
@@ -118,8 +118,8 @@ pub fn delta(bytes: &[u8], scratch: &mut Scratch) -> bool {
         return false;
     };
     let layout = layout(usize::from(*kind) % KINDS.len());
-    let header = file.len().min(Index::header_bytes(&layout));
-    let Ok(index) = Index::read(&layout, &file[..header], file.len() as u64) else {
+    let header = file.len().min(DeltaIndex::header_bytes(&layout));
+    let Ok(index) = DeltaIndex::read(&layout, &file[..header], file.len() as u64) else {
         return false;
     };
     let mut image = older(&layout);

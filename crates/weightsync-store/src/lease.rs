@@ -10,7 +10,7 @@ use std::sync::Arc;
 use weightsync_engine::files::{is_hex, is_unique};
 
 use crate::error::{Result, StoreError};
-use crate::format::{LEASES, Place};
+use crate::format::{LEASES, VersionKey};
 use crate::storage::{Life, Presence, Storage};
 
 /// How the name of a lease of nothing begins.
@@ -26,7 +26,7 @@ pub(crate) struct Lease {
 }
 
 impl Lease {
-    pub(crate) fn take(storage: &Arc<dyn Storage>, place: Place) -> Result<Self> {
+    pub(crate) fn take(storage: &Arc<dyn Storage>, place: VersionKey) -> Result<Self> {
         let random: [u8; 8] = weightsync_engine::transport::random()?;
         let path = format!("{LEASES}/{place}.{:016x}", u64::from_le_bytes(random));
         let presence = match storage.announce(&path, b"") {
@@ -63,7 +63,7 @@ impl Drop for Lease {
 
 /// The version of a lease with this name. The outer `None` if it is the name of no lease, the inner one
 /// for a lease of nothing, by which a writer has tried out an object store.
-fn place_of(name: &str) -> Option<Option<Place>> {
+fn place_of(name: &str) -> Option<Option<VersionKey>> {
     if let Some(rest) = name.strip_prefix(NOTHING) {
         return is_unique(rest).then_some(None);
     }
@@ -83,7 +83,7 @@ pub(crate) fn is_one(name: &str) -> bool {
 }
 
 /// The versions that living processes read. Removes the leases of others, and no file that is none.
-pub(crate) fn leased(storage: &dyn Storage) -> Result<Vec<Place>> {
+pub(crate) fn leased(storage: &dyn Storage) -> Result<Vec<VersionKey>> {
     let listed = storage.list(LEASES);
     let names = listed.map_err(StoreError::file("listing", storage.name(LEASES)))?;
     let mut leased = Vec::new();

@@ -12,9 +12,9 @@ use weightsync_engine::transport::ModelSpec;
 use weightsync_simd::crc64;
 
 use crate::anchor;
-use crate::delta_file::{self, Index};
+use crate::delta_file::{self, DeltaIndex};
 use crate::error::{Damage, Result, StoreError};
-use crate::format::{Manifest, Place, Stored};
+use crate::format::{StoreManifest, Stored, VersionKey};
 use crate::lease::Lease;
 use crate::storage::{Blob, Storage};
 use crate::store::{Store, Which};
@@ -29,7 +29,7 @@ use crate::store::{Store, Which};
 pub struct StoredWeights {
     storage: Arc<dyn Storage>,
     _lease: Lease,
-    manifest: Place,
+    manifest: VersionKey,
     run: Run,
     stored: Stored,
     spec: ModelSpec,
@@ -38,7 +38,7 @@ pub struct StoredWeights {
     /// The file of each tensor, and where the tensor begins in it.
     tensors: Vec<(usize, u64)>,
     /// The paths of the deltas, their bytes, and where their parts lie.
-    deltas: Vec<(String, u64, Index)>,
+    deltas: Vec<(String, u64, DeltaIndex)>,
     comparison: Arc<Comparison>,
 }
 
@@ -80,7 +80,7 @@ impl Store {
 
 impl StoredWeights {
     /// The caller has a lease.
-    fn open(store: &Store, manifest: &Manifest, stored: &Stored) -> Result<Self> {
+    fn open(store: &Store, manifest: &StoreManifest, stored: &Stored) -> Result<Self> {
         let storage = store.shared_storage();
         let lease = Lease::take(&storage, manifest.place)?;
         let spec = store.spec(&stored.model, &stored.spec)?;

@@ -6,7 +6,7 @@ use std::num::NonZero;
 use std::str::FromStr;
 
 use crate::error::{Result, StoreError};
-use crate::format::Place;
+use crate::format::VersionKey;
 
 /// Which versions a store keeps, in addition to the newest one and to those that have a name or are
 /// being read.
@@ -49,13 +49,17 @@ impl Keep {
     }
 
     /// The versions that are to be removed, of those that are published, oldest first.
-    pub(crate) fn dropped(self, published: &[Place], used: &BTreeSet<Place>) -> Vec<Place> {
+    pub(crate) fn dropped(
+        self,
+        published: &[VersionKey],
+        used: &BTreeSet<VersionKey>,
+    ) -> Vec<VersionKey> {
         let Self::Newest { count, every } = self else {
             return Vec::new();
         };
         let count = usize::try_from(count.get()).unwrap_or(usize::MAX);
         let old = &published[..published.len().saturating_sub(count)];
-        let kept = |place: &Place| {
+        let kept = |place: &VersionKey| {
             every.is_some_and(|every| place.sequence.is_multiple_of(every.get()))
                 || used.contains(place)
         };
@@ -101,8 +105,8 @@ mod tests {
 
     use super::*;
 
-    fn places(sequences: impl IntoIterator<Item = u64>) -> Vec<Place> {
-        let place = |sequence| Place {
+    fn places(sequences: impl IntoIterator<Item = u64>) -> Vec<VersionKey> {
+        let place = |sequence| VersionKey {
             epoch: Epoch(1),
             sequence,
         };

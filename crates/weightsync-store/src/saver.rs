@@ -19,7 +19,7 @@ use crate::writer::{Saved, Writer};
 /// which then ends as superseded. Dropping the saver saves what waits, and ends the thread.
 #[derive(Debug)]
 pub struct Saver {
-    inbox: Arc<Inbox>,
+    inbox: Arc<SaverInbox>,
     thread: Option<JoinHandle<()>>,
     /// The process that has the thread. In a forked child the inbox's lock may be held for ever.
     owner: Origin,
@@ -27,7 +27,7 @@ pub struct Saver {
 
 /// The save of one version: how it ended, or that it goes on.
 #[derive(Clone, Debug)]
-pub struct Saving(Arc<Progress>);
+pub struct Saving(Arc<SaveState>);
 
 /// How a save ended.
 #[derive(Clone, Debug)]
@@ -42,19 +42,19 @@ pub enum SaveOutcome {
 }
 
 #[derive(Debug, Default)]
-struct Inbox {
-    state: Mutex<State>,
+struct SaverInbox {
+    state: Mutex<SaverState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct SaverState {
     next: Option<(Vec<Snapshot>, Saving)>,
     stop: bool,
 }
 
 #[derive(Debug, Default)]
-struct Progress {
+struct SaveState {
     outcome: Mutex<Option<SaveOutcome>>,
     ended: Condvar,
 }
@@ -66,7 +66,7 @@ impl Saver {
     ///
     /// [`StoreError::Engine`] if there is no thread for it.
     pub fn start(mut writer: Writer) -> Result<Self> {
-        let inbox = Arc::new(Inbox::default());
+        let inbox = Arc::new(SaverInbox::default());
         let theirs = inbox.clone();
         let thread = std::thread::Builder::new()
             .name("weightsync-save".into())
@@ -138,8 +138,8 @@ impl Drop for Saver {
     }
 }
 
-impl Inbox {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl SaverInbox {
+    fn lock(&self) -> MutexGuard<'_, SaverState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -196,7 +196,7 @@ impl Saving {
     }
 }
 
-impl Progress {
+impl SaveState {
     fn lock(&self) -> MutexGuard<'_, Option<SaveOutcome>> {
         self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
     }

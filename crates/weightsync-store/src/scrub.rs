@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use crate::anchor::check_file;
 use crate::catalog::Catalog;
 use crate::error::{Damage, Result, StoreError};
-use crate::format::Manifest;
+use crate::format::StoreManifest;
 use crate::progress::Work;
 use crate::store::{Store, note};
 
@@ -73,7 +73,7 @@ impl Store {
     /// The files that were read, and what of the version is damaged. Those in `seen` are whole.
     fn scrub_version(
         &self,
-        manifest: &Manifest,
+        manifest: &StoreManifest,
         seen: &BTreeSet<String>,
     ) -> Result<(Vec<String>, Vec<Damage>)> {
         let mut read = Vec::new();

@@ -15,10 +15,10 @@ use weightsync_engine::transport::{Image, ModelSpec};
 use weightsync_engine::{Member, SetSnapshot, Snapshot};
 
 use crate::address::Address;
-use crate::anchor::{self, Base};
+use crate::anchor::{self, StoredBase};
 use crate::catalog::{self, Catalog};
 use crate::error::{self, Damage, Result, StoreError};
-use crate::format::{HEAD, Hash, Manifest, Place, Stored};
+use crate::format::{HEAD, Hash, StoreManifest, Stored, VersionKey};
 use crate::lease::Lease;
 use crate::progress::{Progress, Work};
 use crate::storage::{Metered, Storage};
@@ -280,7 +280,11 @@ impl Store {
         catalog::read(self.storage(), HEAD)
     }
 
-    fn describe(&self, manifest: &Manifest, names: &BTreeMap<String, Place>) -> StoredVersion {
+    fn describe(
+        &self,
+        manifest: &StoreManifest,
+        names: &BTreeMap<String, VersionKey>,
+    ) -> StoredVersion {
         let names = names.iter().filter(|(_, named)| **named == manifest.place);
         let names = names.map(|(name, _)| name.clone()).collect();
         let models = manifest.models.iter().map(|stored| {
@@ -370,7 +374,7 @@ impl Store {
     pub(crate) fn read<T>(
         &self,
         which: &Which,
-        read: &dyn Fn(&Manifest) -> Result<T>,
+        read: &dyn Fn(&StoreManifest) -> Result<T>,
     ) -> Result<(T, Vec<Damage>)> {
         let mut damaged = None;
         if *which == Which::Newest {
@@ -412,7 +416,7 @@ impl Store {
     }
 
     /// Reads the newest version, where nothing is damaged: without a look at how many others there are.
-    fn read_by_head<T>(&self, read: &dyn Fn(&Manifest) -> Result<T>) -> Result<ByHead<T>> {
+    fn read_by_head<T>(&self, read: &dyn Fn(&StoreManifest) -> Result<T>) -> Result<ByHead<T>> {
         let newest = match catalog::head(self.storage()) {
             Err(StoreError::Damaged(_)) => None,
             head => head?.and_then(|head| head.newest()),
@@ -432,8 +436,8 @@ impl Store {
         &self,
         mut catalog: Catalog,
         mut damage: Vec<Damage>,
-        mut damaged: Option<(Place, Damage)>,
-        read: &dyn Fn(&Manifest) -> Result<T>,
+        mut damaged: Option<(VersionKey, Damage)>,
+        read: &dyn Fn(&StoreManifest) -> Result<T>,
     ) -> Result<(T, Vec<Damage>)> {
         let known = damage.len();
         loop {
@@ -487,8 +491,8 @@ impl Store {
     /// Reads something of a version under a lease; `None` if it is not there any more.
     pub(crate) fn read_place<T>(
         &self,
-        place: Place,
-        read: &dyn Fn(&Manifest) -> Result<T>,
+        place: VersionKey,
+        read: &dyn Fn(&StoreManifest) -> Result<T>,
     ) -> Result<Option<T>> {
         let _lease = Lease::take(&self.storage, place)?;
         // After the lease: what is there now is not removed before the lease ends.
@@ -506,7 +510,7 @@ impl Store {
         }
     }
 
-    fn load_set(&self, manifest: &Manifest) -> Result<SetSnapshot> {
+    fn load_set(&self, manifest: &StoreManifest) -> Result<SetSnapshot> {
         let members = manifest.models.iter().map(|stored| {
             let (snapshot, changed) = (
                 self.load_model(manifest, stored, None, None)?,
@@ -522,10 +526,10 @@ impl Store {
     /// caller has a lease.
     pub(crate) fn load_model(
         &self,
-        manifest: &Manifest,
+        manifest: &StoreManifest,
         stored: &Stored,
         spare: Option<Image>,
-        base: Option<&Base>,
+        base: Option<&StoredBase>,
     ) -> Result<Snapshot> {
         let spec = self.spec(&stored.model, &stored.spec)?;
         self.begins(Work::Reads, stored.read_bytes(base))?;
@@ -558,14 +562,14 @@ impl Store {
     }
 
     /// The model of a version that was asked for.
-    fn stored<'a>(&self, manifest: &'a Manifest, asked: &ModelVersion) -> Result<&'a Stored> {
+    fn stored<'a>(&self, manifest: &'a StoreManifest, asked: &ModelVersion) -> Result<&'a Stored> {
         self.stored_model(manifest, asked.model.as_ref())
     }
 
     /// A model of a version, or its only one.
     pub(crate) fn stored_model<'a>(
         &self,
-        manifest: &'a Manifest,
+        manifest: &'a StoreManifest,
         model: Option<&ModelId>,
     ) -> Result<&'a Stored> {
         let known = || {
@@ -593,7 +597,7 @@ impl Store {
 /// What came of reading the version that the head names.
 enum ByHead<T> {
     Read(T),
-    Damaged(Place, Damage),
+    Damaged(VersionKey, Damage),
     /// It was removed meanwhile, or the head says nothing.
     Unknown,
 }

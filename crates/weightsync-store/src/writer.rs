@@ -14,7 +14,7 @@ use weightsync_engine::{Origin, Snapshot, WeightExtractor};
 use crate::catalog::{self, Catalog};
 use crate::error::{DAMAGE_TARGET, Damage, Result, StoreError};
 use crate::format::{
-    By, HEAD, Head, MAX_EXTRA, Manifest, Place, Stored, is_file_name, seal, total,
+    By, HEAD, Head, MAX_EXTRA, StoreManifest, Stored, VersionKey, is_file_name, seal, total,
 };
 use crate::retention::Keep;
 use crate::store::{Store, now};
@@ -88,14 +88,14 @@ pub struct Writer {
     /// The bytes of the head as they were last read or written; `None` if it is missing.
     raw_head: Option<Vec<u8>>,
     /// Every manifest that is published, by place.
-    known: BTreeMap<Place, Needs>,
+    known: BTreeMap<VersionKey, Needs>,
     /// Places whose manifests are removed, or are to be, and whose data may be there still: what each
     /// needed.
-    removed: BTreeMap<Place, Vec<Place>>,
+    removed: BTreeMap<VersionKey, Vec<VersionKey>>,
     /// Versions that an earlier writer dropped, and whose manifests are there still.
-    half_dropped: BTreeSet<Place>,
+    half_dropped: BTreeSet<VersionKey>,
     /// Data of earlier writers that may have to be removed still.
-    left_over: BTreeSet<Place>,
+    left_over: BTreeSet<VersionKey>,
     /// The version that may or may not have been published.
     unsettled: Option<Unsettled>,
     /// The run that has taken the store over.
@@ -103,7 +103,7 @@ pub struct Writer {
     /// The number of the next version.
     next: u64,
     /// The newest version of each model.
-    newest: HashMap<ModelId, Newest>,
+    newest: HashMap<ModelId, NewestSaved>,
     /// The highest number of each model that anybody has tried to save.
     tried: HashMap<ModelId, Version>,
     /// What was damaged when it was claimed.
@@ -117,7 +117,7 @@ pub struct Writer {
 enum Needs {
     /// Its manifest was not read for this yet. Where nothing is ever removed, it never is.
     Unread,
-    These(Vec<Place>),
+    These(Vec<VersionKey>),
     /// Its manifest is damaged: anything that is not newer.
     Anything,
 }
@@ -125,12 +125,12 @@ enum Needs {
 /// A version that is complete but for the head.
 #[derive(Debug)]
 struct Unsettled {
-    place: Place,
+    place: VersionKey,
     models: Vec<(Stored, Snapshot)>,
 }
 
 #[derive(Debug)]
-struct Newest {
+struct NewestSaved {
     stored: Stored,
     /// Its bytes, if they are known here: what the next version is compared with.
     base: Option<Snapshot>,
@@ -345,7 +345,7 @@ impl Writer {
         // Before gigabytes are written that nobody may publish.
         self.look_at_head()?;
         self.settle()?;
-        let place = Place {
+        let place = VersionKey {
             epoch: self.head.run.epoch,
             sequence: self.next,
         };
@@ -367,7 +367,7 @@ impl Writer {
         }
     }
 
-    fn save_at(&mut self, place: Place, models: &[Snapshot]) -> Result<Saved> {
+    fn save_at(&mut self, place: VersionKey, models: &[Snapshot]) -> Result<Saved> {
         let written = models
             .iter()
             .map(|snapshot| self.write_model(place, snapshot));
@@ -412,7 +412,7 @@ impl Writer {
     }
 
     /// The manifest: what was written now, and all other models as they were.
-    fn manifest(&self, place: Place, stored: &[Stored]) -> Manifest {
+    fn manifest(&self, place: VersionKey, stored: &[Stored]) -> StoreManifest {
         let others = self.newest.values().map(|newest| &newest.stored);
         let others = others.filter(|other| !stored.iter().any(|new| new.model == other.model));
         let others = others.map(|other| Stored {
@@ -422,7 +422,7 @@ impl Writer {
         });
         let mut models: Vec<_> = stored.iter().cloned().chain(others).collect();
         models.sort_by(|a, b| a.model.cmp(&b.model));
-        Manifest {
+        StoreManifest {
             place,
             previous: self.head.newest(),
             run: self.head.run,
@@ -433,7 +433,7 @@ impl Writer {
         }
     }
 
-    fn write_manifest(&self, place: Place, manifest: &Manifest) -> Result<()> {
+    fn write_manifest(&self, place: VersionKey, manifest: &StoreManifest) -> Result<()> {
         let storage = self.store.storage();
         let path = place.manifest();
         let created = storage.swap(&path, None, &seal(manifest));

@@ -3,7 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 
 use weightsync_core::Dtype;
-use weightsync_core::delta::{Codec, Pattern, Scratch, apply, apply_onto, encode, fold};
+use weightsync_core::delta::{BitPattern, Codec, Scratch, apply, apply_onto, encode, fold};
 use weightsync_fuzz::fuzz;
 
 /// Bytes of the span: not whole blocks, nor whole words of a mask.
@@ -39,7 +39,7 @@ fn put(name: &str, codec: Codec) {
         let Some((&kind, delta)) = bytes.split_first() else {
             return;
         };
-        let pattern = Pattern::of(PATTERNS[usize::from(kind) % PATTERNS.len()]);
+        let pattern = BitPattern::of(PATTERNS[usize::from(kind) % PATTERNS.len()]);
         let old = older();
         let mut image = old.clone();
         let mut other = vec![0xa5; BYTES];
@@ -84,7 +84,7 @@ fn samples(codec: Codec) -> Vec<Vec<u8>> {
                 *byte = byte.wrapping_mul(5).wrapping_add(1);
             }
             let mut bytes = vec![kind as u8];
-            let pattern = Pattern::of(dtype);
+            let pattern = BitPattern::of(dtype);
             let scratch = &mut Scratch::new();
             encode(pattern, codec, &old, &new, &mut bytes, scratch).expect("a span");
             samples.push(bytes);

@@ -9,22 +9,23 @@ use weightsync_fuzz::fuzz;
 use weightsync_net::Token;
 use weightsync_net::access::Key;
 use weightsync_net::wire::frame::{
-    BLOCK_HEAD_BYTES, BlockHead, DELTA_HEAD_BYTES, Decoder, DeltaHead, HEADER_BYTES, Kind, SPAN,
-    encode,
+    BLOCK_HEAD_BYTES, BlockHead, DELTA_HEAD_BYTES, Decoder, DeltaHead, FrameKind, HEADER_BYTES,
+    SPAN, encode,
 };
 use weightsync_net::wire::hello::{
-    Client, ClientHello, HELLO_BYTES, Next, Protocols, Role, Server, ServerHello,
+    ClientHandshake, ClientHello, HELLO_BYTES, LinkRole, Next, Protocols, ServerHandshake,
+    ServerHello,
 };
 use weightsync_net::wire::message::{
-    FromRoot, Message, ModelAssembler, Status, ToChild, ToParent, ToRoot, ToTrainer, ToWorker,
+    FromRoot, JsonReply, Message, ModelAssembler, ToChild, ToParent, ToRoot, ToTrainer, ToWorker,
 };
 
-const ALL: &[Kind] = &[
-    Kind::Control,
-    Kind::Bulk,
-    Kind::Block,
-    Kind::Delta,
-    Kind::Piece,
+const ALL: &[FrameKind] = &[
+    FrameKind::Control,
+    FrameKind::Bulk,
+    FrameKind::Block,
+    FrameKind::Delta,
+    FrameKind::Piece,
 ];
 
 #[test]
@@ -40,8 +41,9 @@ fn net_hello() {
             }
         }
         // Whatever a stranger says, and however it is cut into pieces, it is not let in.
-        let mut server = Server::new(key.clone(), Protocols::OURS, None, [2; 32]);
-        let (mut client, _) = Client::new(key.clone(), Role::Bulk, Protocols::OURS, [1; 32]);
+        let mut server = ServerHandshake::new(key.clone(), Protocols::OURS, None, [2; 32]);
+        let (mut client, _) =
+            ClientHandshake::new(key.clone(), LinkRole::Bulk, Protocols::OURS, [1; 32]);
         for mut piece in bytes.chunks(1 + bytes.len() / 3) {
             let mut rest = piece;
             while !piece.is_empty() {
@@ -79,7 +81,7 @@ fn net_frames() {
 }
 
 /// The frames at the beginning, from pieces of this length.
-fn frames_of(bytes: &[u8], piece: usize) -> Vec<(Kind, Vec<u8>)> {
+fn frames_of(bytes: &[u8], piece: usize) -> Vec<(FrameKind, Vec<u8>)> {
     let mut decoder = Decoder::new(ALL);
     let mut frames = Vec::new();
     for mut input in bytes.chunks(piece) {
@@ -96,7 +98,7 @@ fn frames_of(bytes: &[u8], piece: usize) -> Vec<(Kind, Vec<u8>)> {
 
 #[test]
 fn net_chunk() {
-    let seeds = heads(Kind::Block, BLOCK_HEAD_BYTES);
+    let seeds = heads(FrameKind::Block, BLOCK_HEAD_BYTES);
     fuzz!("net_chunk", seeds, |bytes: &[u8]| {
         if let Ok(head) = BlockHead::decode(bytes) {
             assert_eq!(head.frame()[HEADER_BYTES..], *bytes);
@@ -108,7 +110,7 @@ fn net_chunk() {
 
 #[test]
 fn net_delta() {
-    let seeds = heads(Kind::Delta, DELTA_HEAD_BYTES);
+    let seeds = heads(FrameKind::Delta, DELTA_HEAD_BYTES);
     fuzz!("net_delta", seeds, |bytes: &[u8]| {
         if let Ok(head) = DeltaHead::decode(bytes) {
             assert_eq!(head.frame()[HEADER_BYTES..], *bytes);
@@ -120,7 +122,7 @@ fn net_delta() {
 }
 
 /// The heads in golden frames of a kind.
-fn heads(kind: Kind, bytes: usize) -> Vec<Vec<u8>> {
+fn heads(kind: FrameKind, bytes: usize) -> Vec<Vec<u8>> {
     let frames = golden("frame").into_iter();
     let of_kind = frames.filter(|frame| frame.len() > HEADER_BYTES && frame[4] == kind.code());
     of_kind
@@ -164,7 +166,7 @@ fn net_to_worker() {
 
 #[test]
 fn net_status() {
-    fuzz!("net_status", payloads("status"), message::<Status>);
+    fuzz!("net_status", payloads("status"), message::<JsonReply>);
 }
 
 /// What was accepted can be sent on, and says the same there.

@@ -5,7 +5,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use weightsync_core::delta::{
-    Codec, DeltaError, Pattern, SPAN, Scratch, apply, apply_onto, encode, fold,
+    BitPattern, Codec, DeltaError, SPAN, Scratch, apply, apply_onto, encode, fold,
 };
 use weightsync_engine::Dtype;
 use weightsync_simd::{BLOCK, SLACK, compare, compare_dense, digest_lines};
@@ -287,7 +287,7 @@ impl Passes {
     }
 }
 
-pub const BF16: Pattern = Pattern::of(Dtype::BF16);
+pub const BF16: BitPattern = BitPattern::of(Dtype::BF16);
 
 fn each(deltas: &Deltas, changes: u64) -> f64 {
     let bytes: usize = deltas.iter().map(Vec::len).sum();
@@ -303,7 +303,7 @@ pub fn check(image: &[u8], expected: &[u8]) -> Result<(), Box<dyn Error>> {
 
 /// Codes every span by its pattern, by a thread for each scratch; returns how many changes there are.
 pub fn code(
-    patterns: &[Pattern],
+    patterns: &[BitPattern],
     codec: Codec,
     old: &[u8],
     new: &[u8],
@@ -312,7 +312,7 @@ pub fn code(
 ) -> Result<u64, DeltaError> {
     let share = out.len().div_ceil(scratch.len());
     let part = share * SPAN_BYTES;
-    let work = |patterns: &[Pattern], old: &[u8], new: &[u8], out: &mut [_], scratch: &mut _| {
+    let work = |patterns: &[BitPattern], old: &[u8], new: &[u8], out: &mut [_], scratch: &mut _| {
         let spans = old.chunks(SPAN_BYTES).zip(new.chunks(SPAN_BYTES));
         let spans = spans.zip(out).zip(patterns);
         let changes = spans.map(|(((old, new), out), &pattern)| {
@@ -339,7 +339,7 @@ pub fn code(
 
 /// Puts the delta of every span into it, by a thread for each scratch.
 pub fn put(
-    patterns: &[Pattern],
+    patterns: &[BitPattern],
     deltas: &Deltas,
     image: &mut [u8],
     digest: bool,

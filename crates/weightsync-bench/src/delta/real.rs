@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use serde::Deserialize;
-use weightsync_core::delta::{Codec, Pattern, Scratch};
+use weightsync_core::delta::{BitPattern, Codec, Scratch};
 use weightsync_engine::{Layout, SafetensorsFile, TensorData, WeightExtractor};
 
 use super::pages::Pages;
@@ -25,7 +25,7 @@ pub struct Pair {
     old: Pages,
     new: Pages,
     /// How each span is read.
-    patterns: Vec<Pattern>,
+    patterns: Vec<BitPattern>,
     /// What they have without padding.
     elements: u64,
 }
@@ -66,7 +66,7 @@ impl Place {
             new,
             patterns: (0..layout.bytes())
                 .step_by(SPAN_BYTES)
-                .map(|start| Pattern::of_span(&layout, start))
+                .map(|start| BitPattern::of_span(&layout, start))
                 .collect(),
             elements: elements
                 .map(|tensor| tensor.shape.iter().product::<u64>())

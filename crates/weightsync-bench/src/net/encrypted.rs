@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use weightsync_net::access::TLS_LOOPBACK_VARIABLE;
-use weightsync_net::tls::{Request, TLS_VARIABLE, make};
+use weightsync_net::tls::{CertificateRequest, TLS_VARIABLE, make};
 
 use super::ours::{Route, measure};
 use super::{Row, row};
@@ -59,7 +59,7 @@ pub(super) fn name(size: Size) -> String {
 pub(super) fn rows(size: Size) -> Result<Vec<Row>, Box<dyn Error>> {
     let dir = tempfile::tempdir()?;
     let pki = dir.path().join("pki");
-    make(&Request {
+    make(&CertificateRequest {
         out: pki.clone(),
         hosts: vec![Ipv4Addr::LOCALHOST.to_string()],
         days: 2,

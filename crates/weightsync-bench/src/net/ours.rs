@@ -151,12 +151,12 @@ pub(super) fn measure(
     sends: usize,
 ) -> Result<Ours, Box<dyn Error>> {
     let scheme = route.settings().parse::<AnyScheme>()?;
-    let args = local::Args {
+    let args = local::LocalArgs {
         size,
         tensors: TENSORS,
         readers: workers,
         changed: Some(100.0),
-        ..local::Args::plain()
+        ..local::LocalArgs::plain()
     };
     let (mut running, relay) = start(route, &scheme, &args)?;
     let mut ours = Ours {
@@ -177,12 +177,12 @@ pub(super) fn measure(
 fn start(
     route: Route,
     scheme: &AnyScheme,
-    args: &local::Args,
-) -> Result<(local::Running, Option<Relay>), Box<dyn Error>> {
+    args: &local::LocalArgs,
+) -> Result<(local::RunningBench, Option<Relay>), Box<dyn Error>> {
     if route != Route::Relay {
-        return Ok((local::Running::start(scheme, args)?, None));
+        return Ok((local::RunningBench::start(scheme, args)?, None));
     }
-    let (running, relay) = local::Running::start_with(scheme, args, Relay::start)?;
+    let (running, relay) = local::RunningBench::start_with(scheme, args, Relay::start)?;
     Ok((running, Some(relay)))
 }
 

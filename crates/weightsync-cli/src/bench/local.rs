@@ -15,12 +15,12 @@ use weightsync_engine::{
 };
 
 use super::numbers::{Size, Times, ratio, some};
-use super::reader::{self, Task};
+use super::reader::{self, ReaderTask};
 use crate::output::print;
 
 /// What is measured.
 #[derive(clap::Args, Clone, Debug)]
-pub struct Args {
+pub struct LocalArgs {
     /// Bytes of the model, or of all models together
     #[arg(long, default_value = "1GiB")]
     pub size: Size,
@@ -60,7 +60,7 @@ pub struct Args {
     pub program: Vec<OsString>,
 }
 
-impl Args {
+impl LocalArgs {
     /// What a user gets who says nothing: 1 GiB to 4 workers.
     pub fn plain() -> Self {
         Self {
@@ -84,7 +84,7 @@ impl Args {
 #[derive(clap::Args, Clone, Debug)]
 pub(super) struct QueueArgs {
     #[command(flatten)]
-    pub(super) case: Args,
+    pub(super) case: LocalArgs,
     /// Deliver every version in order, with at most so many waiting (1 to 32)
     #[arg(long)]
     every: Option<u8>,
@@ -102,13 +102,13 @@ pub(super) struct DistributedArgs {
     #[arg(long, default_value = "")]
     settings: String,
     #[command(flatten)]
-    case: Args,
+    case: LocalArgs,
 }
 
 #[cfg(feature = "net")]
 impl DistributedArgs {
     /// What is sent: other bytes each time, unless something else is asked for.
-    pub(super) fn case(&self) -> Args {
+    pub(super) fn case(&self) -> LocalArgs {
         let mut case = self.case.clone();
         case.changed.get_or_insert(100.0);
         case
@@ -173,7 +173,7 @@ pub struct Figures {
 }
 
 /// Measures and prints.
-pub(super) fn run(scheme: &AnyScheme, args: &Args) -> Result<(), Box<dyn Error>> {
+pub(super) fn run(scheme: &AnyScheme, args: &LocalArgs) -> Result<(), Box<dyn Error>> {
     let figures = measure(scheme, args)?;
     if args.json {
         return Ok(print(&(serde_json::to_string(&figures)? + "\n"))?);
@@ -242,8 +242,8 @@ pub(super) fn run(scheme: &AnyScheme, args: &Args) -> Result<(), Box<dyn Error>>
 }
 
 /// Measures one arrangement.
-pub fn measure(scheme: &AnyScheme, args: &Args) -> Result<Figures, Box<dyn Error>> {
-    let mut running = Running::start(scheme, args)?;
+pub fn measure(scheme: &AnyScheme, args: &LocalArgs) -> Result<Figures, Box<dyn Error>> {
+    let mut running = RunningBench::start(scheme, args)?;
     let bytes = running.source.bytes();
     let mut baseline = Baseline::new(bytes as usize);
     let mut rounds = args.rounds.unwrap_or(0);
@@ -288,9 +288,9 @@ pub fn measure(scheme: &AnyScheme, args: &Args) -> Result<Figures, Box<dyn Error
 }
 
 /// A connected sender with its workers and what it sends.
-pub struct Running {
+pub struct RunningBench {
     /// What is sent.
-    pub source: Source,
+    pub source: BenchModels,
     changed: Option<f64>,
     sent: u64,
     /// How long `connect` took, with the first send and the workers' start.
@@ -300,10 +300,10 @@ pub struct Running {
     workers: Workers,
 }
 
-impl Running {
+impl RunningBench {
     /// Starts the workers and brings them the first version.
-    pub fn start(scheme: &AnyScheme, args: &Args) -> Result<Self, Box<dyn Error>> {
-        let source = Source::checked(args)?;
+    pub fn start(scheme: &AnyScheme, args: &LocalArgs) -> Result<Self, Box<dyn Error>> {
+        let source = BenchModels::checked(args)?;
         let began = Instant::now();
         let setup = source.arranged(scheme, args)?;
         let workers = start_workers(setup.init_info(), args)?;
@@ -324,10 +324,10 @@ impl Running {
     /// come once the sender is.
     pub fn start_with<T>(
         scheme: &AnyScheme,
-        args: &Args,
+        args: &LocalArgs,
         beside: impl FnOnce(&InitInfo) -> Result<T, Box<dyn Error>>,
     ) -> Result<(Self, T), Box<dyn Error>> {
-        let source = Source::checked(args)?;
+        let source = BenchModels::checked(args)?;
         let began = Instant::now();
         let setup = source.arranged(scheme, args)?;
         let info = setup.init_info();
@@ -382,10 +382,10 @@ impl Running {
 /// Longer than workers take to join.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-fn start_workers(info: InitInfo, args: &Args) -> Result<Workers, Box<dyn Error>> {
+fn start_workers(info: InitInfo, args: &LocalArgs) -> Result<Workers, Box<dyn Error>> {
     let workers = reader::spawn(&args.program)?
         .count(args.readers)
-        .init_value(&Task {
+        .init_value(&ReaderTask {
             info,
             sleeps: args.sleep,
             receivers: 1,
@@ -395,14 +395,14 @@ fn start_workers(info: InitInfo, args: &Args) -> Result<Workers, Box<dyn Error>>
 }
 
 /// What is sent: bfloat16 tensors of equal size, in one or more models.
-pub struct Source {
+pub struct BenchModels {
     models: Vec<(String, Tensors)>,
     bytes: u64,
 }
 
-impl Source {
+impl BenchModels {
     /// Bytes that are neither zero nor all the same.
-    pub fn new(args: &Args) -> Result<Self, Box<dyn Error>> {
+    pub fn new(args: &LocalArgs) -> Result<Self, Box<dyn Error>> {
         let (models, tensors) = (args.models, args.tensors);
         if tensors == 0 || args.size.0 < 2 * tensors {
             return Err(format!(
@@ -437,7 +437,7 @@ impl Source {
     }
 
     /// As the arrangement asks.
-    fn checked(args: &Args) -> Result<Self, Box<dyn Error>> {
+    fn checked(args: &LocalArgs) -> Result<Self, Box<dyn Error>> {
         if args.loan && args.models > 1 {
             return Err("a loan is of one model: leave out --loan or --models".into());
         }
@@ -448,7 +448,7 @@ impl Source {
     fn arranged(
         &self,
         scheme: &AnyScheme,
-        args: &Args,
+        args: &LocalArgs,
     ) -> Result<SenderSetup, weightsync_engine::Error> {
         let wait = match args.sleep {
             true => WaitStyle::Sleep,
@@ -512,7 +512,7 @@ impl Source {
     }
 }
 
-impl SendSource for Source {
+impl SendSource for BenchModels {
     fn members(&self) -> Members<'_> {
         match &self.models[..] {
             [(_, one)] => Members::One(one),

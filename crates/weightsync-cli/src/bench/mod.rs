@@ -18,15 +18,15 @@ use crate::{Program, SUCCESS};
 
 /// What `bench` is asked for.
 #[derive(clap::Args)]
-pub(crate) struct Args {
+pub(crate) struct BenchArgs {
     #[command(subcommand)]
-    scheme: Scheme,
+    scheme: BenchScheme,
 }
 
 #[derive(Subcommand)]
-enum Scheme {
+enum BenchScheme {
     /// Shared memory: worker processes that take snapshots without a copy
-    SharedMem(local::Args),
+    SharedMem(local::LocalArgs),
     /// A queue to each worker process: the newest version, or every one in order
     MultiProcess(local::QueueArgs),
     /// Many hosts: workers that dial in, here on this one
@@ -38,13 +38,13 @@ enum Scheme {
 }
 
 /// Runs a benchmark, whose workers are processes of the program.
-pub(crate) fn run(args: Args, program: &Program) -> Result<u8, Box<dyn Error>> {
+pub(crate) fn run(args: BenchArgs, program: &Program) -> Result<u8, Box<dyn Error>> {
     let (scheme, mut case) = match args.scheme {
-        Scheme::SharedMem(case) => (SharedMem::default().into(), case),
-        Scheme::MultiProcess(args) => (args.scheme()?, args.case),
+        BenchScheme::SharedMem(case) => (SharedMem::default().into(), case),
+        BenchScheme::MultiProcess(args) => (args.scheme()?, args.case),
         #[cfg(feature = "net")]
-        Scheme::Distributed(args) => (args.scheme()?, args.case()),
-        Scheme::Reader => {
+        BenchScheme::Distributed(args) => (args.scheme()?, args.case()),
+        BenchScheme::Reader => {
             reader::run()?;
             return Ok(SUCCESS);
         }

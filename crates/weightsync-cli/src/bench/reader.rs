@@ -11,7 +11,7 @@ use weightsync_engine::{InitInfo, Receiver, ReceiverSetup, SetSnapshot, WaitStyl
 
 /// What a worker of a benchmark is told.
 #[derive(Serialize, Deserialize)]
-pub struct Task {
+pub struct ReaderTask {
     /// What lets it join.
     pub info: InitInfo,
     /// Sleep in the kernel at once, instead of yielding first.
@@ -37,7 +37,7 @@ const FILES: u64 = 16;
 pub(super) fn run() -> Result<(), Box<dyn Error>> {
     let process =
         worker::current()?.ok_or("this subcommand is for worker processes of a benchmark")?;
-    let task: Task = process.init_value()?;
+    let task: ReaderTask = process.init_value()?;
     let several = task.receivers > 1;
     let wait = match task.sleeps || several {
         true => WaitStyle::Sleep,
@@ -50,7 +50,7 @@ pub(super) fn run() -> Result<(), Box<dyn Error>> {
     let receivers = (first..first + task.receivers).map(|worker| {
         let setup = ReceiverSetup::new(task.info.clone(), worker).wait_style(wait);
         let receiver = setup.connect(Some(Duration::from_secs(60)))?;
-        Ok(Worker {
+        Ok(BenchWorker {
             receiver,
             live: None,
         })
@@ -76,7 +76,7 @@ pub(super) fn run() -> Result<(), Box<dyn Error>> {
 
 /// A worker holds the version in use until it has the next one, as a policy
 /// would.
-struct Worker {
+struct BenchWorker {
     receiver: Receiver,
     live: Option<SetSnapshot>,
 }

@@ -16,12 +16,12 @@ const DEFAULT: &str = "weightsync-demo";
 const MAX_TRIES: u32 = 1000;
 
 /// Where a folder can be made, as far as can be told without making it.
-pub struct Place {
+pub struct FolderChoice {
     /// `None` for a new one in the current directory.
     named: Option<PathBuf>,
 }
 
-impl Place {
+impl FolderChoice {
     /// Whether the folder named, or a new one in the current directory, could
     /// be written to now.
     pub fn check(named: Option<&Path>) -> io::Result<Self> {

@@ -24,10 +24,10 @@ use weightsync_rl::{
 use crate::signals::Signals;
 use crate::{FAILURE, SUCCESS};
 use curve::Curve;
-use folder::Place;
+use folder::FolderChoice;
 use job::{Algorithm, Environment, Job};
-use progress::{Progress, Status};
-use workers::Workers;
+use progress::{ProgressDisplay, TrainingStatus};
+use workers::DemoWorkers;
 
 /// Environments of all workers together, as far as they can be shared evenly.
 const ENVIRONMENTS: usize = 8;
@@ -40,7 +40,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 
 /// What `demo` is asked for.
 #[derive(clap::Args)]
-pub struct Args {
+pub struct DemoArgs {
     /// cartpole, pendulum, mountain-car, acrobot, or gym:ID, an environment of Gymnasium that Python
     /// steps
     #[arg(long, default_value = "cartpole", value_parser = Environment::parse)]
@@ -77,17 +77,17 @@ pub struct Args {
 ///
 /// The exit code is 0 if the goal was reached, 1 if it was not reached in time,
 /// and 128 plus its number after a signal.
-pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
+pub fn run(args: &DemoArgs) -> Result<u8, Box<dyn Error>> {
     if let Some(process) = worker::current()? {
         collector::serve(&process)?;
         return Ok(SUCCESS);
     }
     let signals = Signals::watch()?;
-    let place = Place::check(args.out.as_deref())?;
+    let place = FolderChoice::check(args.out.as_deref())?;
     let job = Job::new(args.env.clone(), &args.python, args.algo, args.goal)?;
     let goal = job.goal;
     let limit = Duration::from_secs(args.time_limit.unwrap_or(job.time_limit));
-    let mut progress = Progress::new(&job, usize::from(args.workers));
+    let mut progress = ProgressDisplay::new(&job, usize::from(args.workers));
     let mut training = Training::start(args, job)?;
     loop {
         let left = limit.saturating_sub(training.begun.elapsed());
@@ -122,7 +122,7 @@ struct Training {
     job: Job,
     seed: u64,
     learner: Box<dyn Learner>,
-    collector: Workers,
+    collector: DemoWorkers,
     curve: Curve,
     /// Of every update, from the call of send until the last worker had it.
     latencies: Vec<Duration>,
@@ -132,7 +132,7 @@ struct Training {
 }
 
 impl Training {
-    fn start(args: &Args, job: Job) -> Result<Self, Box<dyn Error>> {
+    fn start(args: &DemoArgs, job: Job) -> Result<Self, Box<dyn Error>> {
         // Minibatches are too small to share among threads, and the workers
         // need the other cores.
         learn::keep_to_one_thread();
@@ -151,7 +151,7 @@ impl Training {
                 .frames_per_batch(frames(envs))
                 .seed(args.seed)
                 .spawn(spawn);
-            Workers::Async(match job.algorithm {
+            DemoWorkers::Async(match job.algorithm {
                 Algorithm::Ppo => builder.max_staleness(MAX_STALENESS).start(weights)?,
                 Algorithm::Dqn => builder.start(weights)?,
             })
@@ -162,7 +162,7 @@ impl Training {
                 .frames_per_batch(frames(workers * envs))
                 .seed(args.seed)
                 .spawn(spawn);
-            Workers::Sync(builder.start(weights)?)
+            DemoWorkers::Sync(builder.start(weights)?)
         };
         Ok(Self {
             begun,
@@ -179,7 +179,10 @@ impl Training {
 
     /// Has the workers collect one batch with the weights they have; `None` if
     /// that takes too long. They can be asked again.
-    fn collect(&mut self, progress: &mut Progress) -> Result<Option<Frames>, Box<dyn Error>> {
+    fn collect(
+        &mut self,
+        progress: &mut ProgressDisplay,
+    ) -> Result<Option<Frames>, Box<dyn Error>> {
         let batch = match self.collector.next_batch() {
             Ok(batch) => batch,
             Err(error @ rl::Error::CollectTimeout { .. }) => {
@@ -204,13 +207,17 @@ impl Training {
     }
 
     /// Makes better weights of the frames, and sends them to the workers.
-    fn learn(&mut self, frames: &Frames, progress: &mut Progress) -> Result<(), Box<dyn Error>> {
+    fn learn(
+        &mut self,
+        frames: &Frames,
+        progress: &mut ProgressDisplay,
+    ) -> Result<(), Box<dyn Error>> {
         let age = self.collector.version().0 - oldest(frames, self.collector.version().0);
         self.learner.learn(frames)?;
         let weights = self.learner.var_map();
         let report = self.collector.update_policy_weights(weights)?;
         self.latencies.push(report.took);
-        progress.show(&Status {
+        progress.show(&TrainingStatus {
             elapsed: self.begun.elapsed(),
             frames: self.curve.frames(),
             mean_return: self.curve.mean(),
@@ -222,12 +229,12 @@ impl Training {
                 .map(|worker| (worker.worker.0, worker.versions[0].0))
                 .collect(),
             latency: report.took,
-            staleness: matches!(self.collector, Workers::Async(_)).then_some(age),
+            staleness: matches!(self.collector, DemoWorkers::Async(_)).then_some(age),
         });
         Ok(())
     }
 
-    fn summary(&self, reached: bool, progress: &mut Progress) {
+    fn summary(&self, reached: bool, progress: &mut ProgressDisplay) {
         let seconds = self.begun.elapsed().as_secs_f64();
         let mean = self.curve.mean().unwrap_or(0.0);
         let (frames, seed, goal) = (self.curve.frames(), self.seed, self.job.goal);
@@ -263,7 +270,11 @@ impl Training {
 
     /// Writes what the demo leaves: the curve, and the policy that reached the
     /// goal, which is the version the workers have now.
-    fn save(self, place: Place, progress: &mut Progress) -> Result<(), Box<dyn Error>> {
+    fn save(
+        self,
+        place: FolderChoice,
+        progress: &mut ProgressDisplay,
+    ) -> Result<(), Box<dyn Error>> {
         let (name, algorithm) = (self.job.task.name(), self.job.algorithm.name());
         let title = format!("{name}, {algorithm}, seed {}", self.seed);
         let svg = self.curve.svg(&title, self.job.goal)?;

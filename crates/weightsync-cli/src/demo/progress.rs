@@ -18,7 +18,7 @@ const REDRAWS: u8 = 10;
 const BAR: u64 = 1000;
 
 /// Where the training stands.
-pub struct Status {
+pub struct TrainingStatus {
     pub elapsed: Duration,
     pub frames: usize,
     /// `None` before there are enough episodes.
@@ -34,8 +34,8 @@ pub struct Status {
     pub staleness: Option<u64>,
 }
 
-/// Shows a [`Status`] as often as is good to read.
-pub struct Progress {
+/// Shows a [`TrainingStatus`] as often as is good to read.
+pub struct ProgressDisplay {
     /// On a terminal.
     bar: Option<ProgressBar>,
     /// Task and algorithm.
@@ -47,7 +47,7 @@ pub struct Progress {
     next_line: Duration,
 }
 
-impl Progress {
+impl ProgressDisplay {
     pub fn new(job: &Job, workers: usize) -> Self {
         let bar = io::stdout().is_terminal().then(|| {
             let target = ProgressDrawTarget::stdout_with_hz(REDRAWS);
@@ -68,7 +68,7 @@ impl Progress {
         }
     }
 
-    pub fn show(&mut self, status: &Status) {
+    pub fn show(&mut self, status: &TrainingStatus) {
         match &self.bar {
             Some(bar) => {
                 if let Some(mean) = status.mean_return {
@@ -103,7 +103,7 @@ impl Progress {
         }
     }
 
-    fn several_lines(&self, status: &Status) -> String {
+    fn several_lines(&self, status: &TrainingStatus) -> String {
         let frames_per_second = status.frames as f64 / status.elapsed.as_secs_f64();
         format!(
             "{} of {}\n\
@@ -122,7 +122,7 @@ impl Progress {
         )
     }
 
-    fn one_line(&self, status: &Status) -> String {
+    fn one_line(&self, status: &TrainingStatus) -> String {
         format!(
             "{}  {:5.1} s  {:>6} frames  {:>5.0} frames/s  return {:>5}  version {}; {}{}  \
              send → applied {}",
@@ -139,7 +139,7 @@ impl Progress {
     }
 
     /// What each worker has, in the order of the workers.
-    fn versions(&self, status: &Status) -> String {
+    fn versions(&self, status: &TrainingStatus) -> String {
         let of = |worker| {
             let mut found = status
                 .workers
@@ -155,13 +155,13 @@ impl Progress {
 }
 
 /// The mean return, once there is one.
-fn mean_of(status: &Status) -> String {
+fn mean_of(status: &TrainingStatus) -> String {
     let mean = status.mean_return;
     mean.map_or("–".into(), |mean| format!("{mean:.1}"))
 }
 
 /// How old the frames were, where that can differ.
-fn staleness(status: &Status) -> String {
+fn staleness(status: &TrainingStatus) -> String {
     let age = status.staleness;
     age.map_or(String::new(), |age| format!("  staleness {age}"))
 }

@@ -9,7 +9,7 @@ use weightsync_rl::{
 };
 
 /// Workers that wait for each update, or that go on meanwhile.
-pub enum Workers {
+pub enum DemoWorkers {
     Sync(MultiSync),
     Async(MultiAsync),
 }
@@ -18,13 +18,13 @@ pub enum Workers {
 macro_rules! either {
     ($workers:expr, $collector:ident => $body:expr) => {
         match $workers {
-            Workers::Sync($collector) => $body,
-            Workers::Async($collector) => $body,
+            DemoWorkers::Sync($collector) => $body,
+            DemoWorkers::Async($collector) => $body,
         }
     };
 }
 
-impl Workers {
+impl DemoWorkers {
     pub fn next_batch(&mut self) -> Result<Batch, Error> {
         either!(self, collector => collector.next_batch())
     }

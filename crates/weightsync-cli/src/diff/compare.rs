@@ -5,7 +5,7 @@ use std::error::Error;
 
 use serde::Serializer;
 use weightsync_core::ByteRange;
-use weightsync_core::delta::{self, Codec, Pattern, SPAN, Scratch};
+use weightsync_core::delta::{self, BitPattern, Codec, SPAN, Scratch};
 use weightsync_engine::{Dtype, Layout, SafetensorsFile, TensorSpec, WeightExtractor};
 use weightsync_simd::{BLOCK, SLACK, Word};
 
@@ -13,7 +13,7 @@ use super::tally::{Power, Summary, Tally};
 use super::ulps::{Scale, Unit};
 
 /// What two files have in common, and what they have not.
-pub struct Comparison {
+pub struct FileComparison {
     /// A line for each tensor: those of A in its order, then those that only B has.
     pub rows: Vec<Row>,
     /// Of all tensors that were compared.
@@ -33,11 +33,11 @@ pub struct Row {
     /// What is compared one by one, and how many of it there are.
     pub unit: Unit,
     pub elements: u64,
-    pub state: State,
+    pub state: RowState,
 }
 
 /// What became of a tensor.
-pub enum State {
+pub enum RowState {
     Compared(Summary),
     OnlyInA,
     OnlyInB,
@@ -76,7 +76,7 @@ fn by_codec<S: Serializer>(coded: &BTreeMap<Codec, u64>, serializer: S) -> Resul
 
 /// Tensors by what became of them.
 #[derive(Default, serde::Serialize)]
-pub struct Counts {
+pub struct TensorCounts {
     pub tensors: u64,
     pub same: u64,
     #[serde(rename = "changed_tensors")]
@@ -86,24 +86,24 @@ pub struct Counts {
     pub not_compared: u64,
 }
 
-impl Comparison {
+impl FileComparison {
     /// Whether every tensor of either file is in the other, bit by bit.
     pub fn same(&self) -> bool {
         let same =
-            |row: &Row| matches!(row.state, State::Compared(summary) if summary.changed == 0);
+            |row: &Row| matches!(row.state, RowState::Compared(summary) if summary.changed == 0);
         self.rows.iter().all(same)
     }
 
-    pub fn counts(&self) -> Counts {
-        let mut counts = Counts::default();
+    pub fn counts(&self) -> TensorCounts {
+        let mut counts = TensorCounts::default();
         for row in &self.rows {
             counts.tensors += 1;
             *match &row.state {
-                State::Compared(summary) if summary.changed == 0 => &mut counts.same,
-                State::Compared(_) => &mut counts.changed,
-                State::OnlyInA => &mut counts.only_in_a,
-                State::OnlyInB => &mut counts.only_in_b,
-                State::Another { .. } => &mut counts.not_compared,
+                RowState::Compared(summary) if summary.changed == 0 => &mut counts.same,
+                RowState::Compared(_) => &mut counts.changed,
+                RowState::OnlyInA => &mut counts.only_in_a,
+                RowState::OnlyInB => &mut counts.only_in_b,
+                RowState::Another { .. } => &mut counts.not_compared,
             } += 1;
         }
         counts
@@ -116,7 +116,7 @@ pub fn compare(
     a: &SafetensorsFile,
     b: &SafetensorsFile,
     mut progress: impl FnMut(u64, u64),
-) -> Result<Comparison, Box<dyn Error>> {
+) -> Result<FileComparison, Box<dyn Error>> {
     let (mut rows, pairs) = pair(&a.layout()?, &b.layout()?);
     // What a sender would have of these tensors: the delta is measured as it would be sent.
     let tensors = pairs.iter().map(|pair| {
@@ -141,7 +141,7 @@ pub fn compare(
         let [old, new] = [&sides[0].bytes[..], &sides[1].bytes[..]];
         let differ = old != new;
         if differ {
-            coder.code(Pattern::of_span(&image, start), old, new)?;
+            coder.code(BitPattern::of_span(&image, start), old, new)?;
         }
         for (at, place, _) in pieces(&image, span) {
             let tensor = &image.tensors()[at];
@@ -152,14 +152,14 @@ pub fn compare(
             }
             // It may have begun in an earlier span.
             if tensor.range.end() == start + place.end as u64 {
-                rows[pairs[at].row].state = State::Compared(tally.summary());
+                rows[pairs[at].row].state = RowState::Compared(tally.summary());
                 total.merge(&tally);
                 tally.clear();
             }
         }
         progress(start + span.len, image.bytes());
     }
-    Ok(Comparison {
+    Ok(FileComparison {
         elements: pairs.iter().map(|pair| rows[pair.row].elements).sum(),
         rows,
         total: total.summary(),
@@ -173,43 +173,43 @@ pub fn compare(
 }
 
 /// A tensor that both files have: its row, and where it is in each file's layout.
-struct Pair {
+struct TensorPair {
     row: usize,
     a: usize,
     b: usize,
 }
 
 /// A row for every tensor, and which of them can be compared.
-fn pair(a: &Layout, b: &Layout) -> (Vec<Row>, Vec<Pair>) {
+fn pair(a: &Layout, b: &Layout) -> (Vec<Row>, Vec<TensorPair>) {
     let mut rows = Vec::with_capacity(a.len());
     let mut pairs = Vec::with_capacity(a.len());
     for (at, tensor) in a.tensors().iter().enumerate() {
         let other = b.index_of(&tensor.name);
         let state = match other.map(|at| &b.tensors()[at]) {
-            None => State::OnlyInA,
+            None => RowState::OnlyInA,
             Some(one) if (one.dtype, &one.shape) != (tensor.dtype, &tensor.shape) => {
                 let shape = one.shape.clone();
-                State::Another {
+                RowState::Another {
                     dtype: one.dtype,
                     shape,
                 }
             }
-            Some(_) => State::Compared(Summary::default()),
+            Some(_) => RowState::Compared(Summary::default()),
         };
-        if let (State::Compared(_), Some(b)) = (&state, other) {
+        if let (RowState::Compared(_), Some(b)) = (&state, other) {
             let row = rows.len();
-            pairs.push(Pair { row, a: at, b });
+            pairs.push(TensorPair { row, a: at, b });
         }
         rows.push(Row::new(tensor, state));
     }
     let more = b.tensors().iter();
     let more = more.filter(|tensor| a.index_of(&tensor.name).is_none());
-    rows.extend(more.map(|tensor| Row::new(tensor, State::OnlyInB)));
+    rows.extend(more.map(|tensor| Row::new(tensor, RowState::OnlyInB)));
     (rows, pairs)
 }
 
 impl Row {
-    fn new(tensor: &TensorSpec, state: State) -> Self {
+    fn new(tensor: &TensorSpec, state: RowState) -> Self {
         let scale = Scale::of(tensor.dtype);
         Self {
             tensor: tensor.clone(),
@@ -305,7 +305,12 @@ struct Coder {
 }
 
 impl Coder {
-    fn code(&mut self, pattern: Pattern, old: &[u8], new: &[u8]) -> Result<(), delta::DeltaError> {
+    fn code(
+        &mut self,
+        pattern: BitPattern,
+        old: &[u8],
+        new: &[u8],
+    ) -> Result<(), delta::DeltaError> {
         for &codec in Codec::ALL {
             self.delta.clear();
             let (delta, scratch) = (&mut self.delta, &mut self.scratch);

@@ -3,7 +3,7 @@
 use serde::Serialize;
 use weightsync_engine::Dtype;
 
-use super::compare::{Comparison, Counts, Row, Sizes, State};
+use super::compare::{FileComparison, Row, RowState, Sizes, TensorCounts};
 use super::tally::{Power, Summary};
 use super::ulps::Unit;
 
@@ -34,10 +34,10 @@ and on the last line one object, total, with the same of all tensors and:
   other_metadata keys under which the files' metadata differs";
 
 /// An object for each tensor, and one for all.
-pub fn json(comparison: &Comparison) -> Result<String, serde_json::Error> {
+pub fn json(comparison: &FileComparison) -> Result<String, serde_json::Error> {
     let mut text = String::new();
     for row in &comparison.rows {
-        text.push_str(&serde_json::to_string(&Line::new(row))?);
+        text.push_str(&serde_json::to_string(&TensorLine::new(row))?);
         text.push('\n');
     }
     let all = All {
@@ -50,7 +50,7 @@ pub fn json(comparison: &Comparison) -> Result<String, serde_json::Error> {
 
 /// A tensor as JSON.
 #[derive(Serialize)]
-struct Line<'a> {
+struct TensorLine<'a> {
     tensor: &'a str,
     state: &'static str,
     dtype: Dtype,
@@ -62,25 +62,25 @@ struct Line<'a> {
     unit: Unit,
     elements: u64,
     #[serde(flatten)]
-    changes: Option<Changes>,
+    changes: Option<TensorChanges>,
 }
 
-impl<'a> Line<'a> {
+impl<'a> TensorLine<'a> {
     fn new(row: &'a Row) -> Self {
         let (state, changes) = match &row.state {
-            State::Compared(summary) => (
+            RowState::Compared(summary) => (
                 match summary.changed {
                     0 => "same",
                     _ => "changed",
                 },
-                Some(Changes::new(*summary, row.elements)),
+                Some(TensorChanges::new(*summary, row.elements)),
             ),
-            State::OnlyInA => ("only_in_a", None),
-            State::OnlyInB => ("only_in_b", None),
-            State::Another { .. } => ("not_compared", None),
+            RowState::OnlyInA => ("only_in_a", None),
+            RowState::OnlyInB => ("only_in_b", None),
+            RowState::Another { .. } => ("not_compared", None),
         };
         let other = match &row.state {
-            State::Another { dtype, shape } => Some((*dtype, &shape[..])),
+            RowState::Another { dtype, shape } => Some((*dtype, &shape[..])),
             _ => None,
         };
         Self {
@@ -98,13 +98,13 @@ impl<'a> Line<'a> {
 }
 
 #[derive(Serialize)]
-struct Changes {
+struct TensorChanges {
     percent: f64,
     #[serde(flatten)]
     summary: Summary,
 }
 
-impl Changes {
+impl TensorChanges {
     fn new(summary: Summary, elements: u64) -> Self {
         let percent = 100.0 * summary.changed as f64 / elements.max(1) as f64;
         Self { percent, summary }
@@ -121,10 +121,10 @@ struct All<'a> {
 #[derive(Serialize)]
 struct Total<'a> {
     #[serde(flatten)]
-    counts: Counts,
+    counts: TensorCounts,
     elements: u64,
     #[serde(flatten)]
-    changes: Changes,
+    changes: TensorChanges,
     steps: &'a [Power],
     #[serde(flatten)]
     sizes: &'a Sizes,
@@ -132,11 +132,11 @@ struct Total<'a> {
 }
 
 impl<'a> Total<'a> {
-    fn new(comparison: &'a Comparison) -> Self {
+    fn new(comparison: &'a FileComparison) -> Self {
         Self {
             counts: comparison.counts(),
             elements: comparison.elements,
-            changes: Changes::new(comparison.total, comparison.elements),
+            changes: TensorChanges::new(comparison.total, comparison.elements),
             steps: &comparison.steps,
             sizes: &comparison.sizes,
             other_metadata: &comparison.metadata,

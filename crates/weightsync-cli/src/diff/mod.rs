@@ -26,7 +26,7 @@ pub const TROUBLE: u8 = 2;
 /// What `diff` is asked for.
 #[derive(clap::Args)]
 #[command(after_long_help = json::FIELDS)]
-pub struct Args {
+pub struct DiffArgs {
     /// The older safetensors file
     #[arg(value_name = "A")]
     a: PathBuf,
@@ -42,7 +42,7 @@ pub struct Args {
 }
 
 /// Compares, and shows what came of it.
-pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
+pub fn run(args: &DiffArgs) -> Result<u8, Box<dyn Error>> {
     let (a, b) = (open(&args.a)?, open(&args.b)?);
     if let Some(svg) = &args.svg {
         not_an_input(svg, [&args.a, &args.b])?;

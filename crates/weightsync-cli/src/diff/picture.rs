@@ -2,7 +2,7 @@
 
 use std::error::Error;
 
-use super::compare::{Comparison, Row, State};
+use super::compare::{FileComparison, Row, RowState};
 use super::table;
 use crate::plot::{self, Spread};
 use crate::words::{counted, elided, grouped, percent};
@@ -13,10 +13,10 @@ const MOST: usize = 60;
 const NAME: usize = 60;
 
 /// Draws the tensors that changed most, in the order of the file, and how the steps are spread.
-pub fn draw(comparison: &Comparison) -> Result<String, Box<dyn Error>> {
+pub fn draw(comparison: &FileComparison) -> Result<String, Box<dyn Error>> {
     let mut tensors: Vec<(usize, &Row, f64)> = Vec::new();
     for (at, row) in comparison.rows.iter().enumerate() {
-        if let State::Compared(summary) = row.state {
+        if let RowState::Compared(summary) = row.state {
             let share = summary.changed as f64 / row.elements.max(1) as f64;
             tensors.push((at, row, share));
         }
@@ -26,16 +26,16 @@ pub fn draw(comparison: &Comparison) -> Result<String, Box<dyn Error>> {
     let more = tensors.len().saturating_sub(MOST);
     tensors.truncate(MOST);
     tensors.sort_by_key(|(at, _, _)| *at);
-    let bars = tensors.iter().map(|(_, row, share)| plot::Share {
+    let bars = tensors.iter().map(|(_, row, share)| plot::SpreadBar {
         label: elided(&table::name(row), NAME),
         value: *share,
         text: match row.state {
-            State::Compared(summary) => format!("{} %", percent(summary.changed, row.elements)),
+            RowState::Compared(summary) => format!("{} %", percent(summary.changed, row.elements)),
             _ => String::new(),
         },
     });
     let all: u64 = comparison.steps.iter().map(|power| power.count).sum();
-    let steps = comparison.steps.iter().map(|power| plot::Share {
+    let steps = comparison.steps.iter().map(|power| plot::SpreadBar {
         label: table::span(power),
         value: power.count as f64 / all.max(1) as f64,
         text: format!("{} % ({})", percent(power.count, all), grouped(power.count)),

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::compare::{Comparison, Row, Sizes, State};
+use super::compare::{FileComparison, Row, RowState, Sizes};
 use super::tally::{Power, Summary};
 use super::ulps::Unit;
 use crate::words::{bytes, counted, elided, grouped, percent, shown};
@@ -14,7 +14,7 @@ const SHAPE: usize = 40;
 const STEPS: usize = 6;
 
 /// The table, and what it comes to.
-pub fn text(comparison: &Comparison) -> String {
+pub fn text(comparison: &FileComparison) -> String {
     let heads = [
         "tensor",
         "dtype",
@@ -75,13 +75,13 @@ fn columns(row: &Row) -> [String; 9] {
         [elements, what.into(), none(), none(), none(), none()]
     };
     match &row.state {
-        State::Compared(summary) => joined(
+        RowState::Compared(summary) => joined(
             [name(row), dtype, own],
             numbers(row.elements, unit, summary),
         ),
-        State::OnlyInA => joined([name(row), dtype, own], bare("only in A")),
-        State::OnlyInB => joined([name(row), dtype, own], bare("only in B")),
-        State::Another {
+        RowState::OnlyInA => joined([name(row), dtype, own], bare("only in A")),
+        RowState::OnlyInB => joined([name(row), dtype, own], bare("only in B")),
+        RowState::Another {
             dtype: other,
             shape: others,
         } => {
@@ -118,7 +118,7 @@ fn shape(shape: &[u64]) -> String {
 }
 
 /// What the table comes to.
-fn sentences(comparison: &Comparison) -> Vec<String> {
+fn sentences(comparison: &FileComparison) -> Vec<String> {
     let counts = comparison.counts();
     let mut sentences = Vec::new();
     if comparison.same() {
@@ -170,7 +170,7 @@ fn sentences(comparison: &Comparison) -> Vec<String> {
 }
 
 /// How the steps are spread: the classes that most of them are in.
-fn steps(comparison: &Comparison) -> Option<String> {
+fn steps(comparison: &FileComparison) -> Option<String> {
     let all: u64 = comparison.steps.iter().map(|power| power.count).sum();
     let mut common: Vec<&Power> = comparison.steps.iter().collect();
     common.sort_by_key(|power| std::cmp::Reverse(power.count));

@@ -1,6 +1,6 @@
 //! Counting changes and their steps, in memory that does not grow with them.
 
-use super::ulps::Step;
+use super::ulps::UlpStep;
 
 /// The changes of a tensor, or of all.
 ///
@@ -37,19 +37,19 @@ const EXACT: u64 = 2048;
 
 impl Tally {
     #[inline]
-    pub fn add(&mut self, step: Step) {
+    pub fn add(&mut self, step: UlpStep) {
         let summary = &mut self.summary;
         summary.changed += 1;
         match step {
-            Step::By(step) => {
+            UlpStep::By(step) => {
                 summary.largest_ulps = summary.largest_ulps.max(Some(step));
                 add_at(&mut self.counts, class(step), 1);
                 add_at(&mut self.powers, power(step), 1);
             }
-            Step::ToNan => summary.to_nan += 1,
-            Step::FromNan => summary.from_nan += 1,
-            Step::BetweenNans => summary.between_nans += 1,
-            Step::Unknown => {}
+            UlpStep::ToNan => summary.to_nan += 1,
+            UlpStep::FromNan => summary.from_nan += 1,
+            UlpStep::BetweenNans => summary.between_nans += 1,
+            UlpStep::Unknown => {}
         }
     }
 
@@ -149,7 +149,7 @@ mod tests {
 
     fn tally(steps: &[u64]) -> Tally {
         let mut tally = Tally::default();
-        steps.iter().for_each(|&step| tally.add(Step::By(step)));
+        steps.iter().for_each(|&step| tally.add(UlpStep::By(step)));
         tally
     }
 
@@ -207,11 +207,11 @@ mod tests {
     fn nans_are_counted_apart() {
         let mut tally = Tally::default();
         for step in [
-            Step::ToNan,
-            Step::ToNan,
-            Step::FromNan,
-            Step::BetweenNans,
-            Step::Unknown,
+            UlpStep::ToNan,
+            UlpStep::ToNan,
+            UlpStep::FromNan,
+            UlpStep::BetweenNans,
+            UlpStep::Unknown,
         ] {
             tally.add(step);
         }

@@ -12,7 +12,7 @@ pub struct Scale {
     /// Bytes of a number: 1, 2, 4 or 8.
     pub width: usize,
     pub unit: Unit,
-    order: Order,
+    order: BitOrder,
 }
 
 /// What is compared one by one.
@@ -28,7 +28,7 @@ pub enum Unit {
 
 /// From one pattern to another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum UlpStep {
     /// So many places further, in either direction.
     By(u64),
     ToNan,
@@ -40,7 +40,7 @@ pub enum Step {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Order {
+enum BitOrder {
     /// A sign and a magnitude; one above `top` is a NaN.
     Float { top: u64 },
     /// The same, but what would be a negative zero is the only NaN.
@@ -57,26 +57,26 @@ impl Scale {
     pub fn of(dtype: Dtype) -> Self {
         let order = match dtype {
             // The magnitude of infinity, where there is one.
-            Dtype::F8_E5M2 => Order::Float { top: 0x7c },
-            Dtype::F16 => Order::Float { top: 0x7c00 },
-            Dtype::BF16 => Order::Float { top: 0x7f80 },
-            Dtype::F32 | Dtype::C64 => Order::Float { top: 0x7f80_0000 },
-            Dtype::F64 => Order::Float {
+            Dtype::F8_E5M2 => BitOrder::Float { top: 0x7c },
+            Dtype::F16 => BitOrder::Float { top: 0x7c00 },
+            Dtype::BF16 => BitOrder::Float { top: 0x7f80 },
+            Dtype::F32 | Dtype::C64 => BitOrder::Float { top: 0x7f80_0000 },
+            Dtype::F64 => BitOrder::Float {
                 top: 0x7ff0_0000_0000_0000,
             },
-            Dtype::F8_E4M3 => Order::Float { top: 0x7e },
-            Dtype::F8_E4M3FNUZ | Dtype::F8_E5M2FNUZ => Order::OneZero,
+            Dtype::F8_E4M3 => BitOrder::Float { top: 0x7e },
+            Dtype::F8_E4M3FNUZ | Dtype::F8_E5M2FNUZ => BitOrder::OneZero,
             // An exponent and nothing else: the next one is twice as much.
-            Dtype::F8_E8M0 => Order::Unsigned { top: 0xfe },
-            Dtype::I8 | Dtype::I16 | Dtype::I32 | Dtype::I64 => Order::Signed,
+            Dtype::F8_E8M0 => BitOrder::Unsigned { top: 0xfe },
+            Dtype::I8 | Dtype::I16 | Dtype::I32 | Dtype::I64 => BitOrder::Signed,
             Dtype::BOOL | Dtype::U8 | Dtype::U16 | Dtype::U32 | Dtype::U64 => {
-                Order::Unsigned { top: u64::MAX }
+                BitOrder::Unsigned { top: u64::MAX }
             }
-            _ => Order::Packed,
+            _ => BitOrder::Packed,
         };
         let (width, unit) = match (dtype, order) {
             (Dtype::C64, _) => (4, Unit::Part),
-            (_, Order::Packed) => (1, Unit::Byte),
+            (_, BitOrder::Packed) => (1, Unit::Byte),
             _ => (dtype.bits() as usize / 8, Unit::Element),
         };
         Self { width, unit, order }
@@ -84,15 +84,15 @@ impl Scale {
 
     /// The step between two patterns that differ.
     #[inline]
-    pub fn step(self, old: u64, new: u64) -> Step {
-        if self.order == Order::Packed {
-            return Step::Unknown;
+    pub fn step(self, old: u64, new: u64) -> UlpStep {
+        if self.order == BitOrder::Packed {
+            return UlpStep::Unknown;
         }
         match (self.place(old), self.place(new)) {
-            (Some(old), Some(new)) => Step::By(old.abs_diff(new)),
-            (Some(_), None) => Step::ToNan,
-            (None, Some(_)) => Step::FromNan,
-            (None, None) => Step::BetweenNans,
+            (Some(old), Some(new)) => UlpStep::By(old.abs_diff(new)),
+            (Some(_), None) => UlpStep::ToNan,
+            (None, Some(_)) => UlpStep::FromNan,
+            (None, None) => UlpStep::BetweenNans,
         }
     }
 
@@ -102,14 +102,14 @@ impl Scale {
         let sign = 1 << (8 * self.width - 1);
         let (negative, magnitude) = (bits & sign != 0, bits & !sign);
         match self.order {
-            Order::Float { top } if magnitude > top => None,
-            Order::Float { .. } if negative => Some(sign - 1 - magnitude),
-            Order::OneZero if bits == sign => None,
-            Order::OneZero if negative => Some(sign - magnitude),
-            Order::Float { .. } | Order::OneZero => Some(sign + magnitude),
-            Order::Signed => Some(bits ^ sign),
-            Order::Unsigned { top } => (bits <= top).then_some(bits),
-            Order::Packed => None,
+            BitOrder::Float { top } if magnitude > top => None,
+            BitOrder::Float { .. } if negative => Some(sign - 1 - magnitude),
+            BitOrder::OneZero if bits == sign => None,
+            BitOrder::OneZero if negative => Some(sign - magnitude),
+            BitOrder::Float { .. } | BitOrder::OneZero => Some(sign + magnitude),
+            BitOrder::Signed => Some(bits ^ sign),
+            BitOrder::Unsigned { top } => (bits <= top).then_some(bits),
+            BitOrder::Packed => None,
         }
     }
 }
@@ -122,7 +122,7 @@ mod tests {
 
     #[test]
     fn steps_are_counted_on_the_line() {
-        use Step::{BetweenNans, By, FromNan, ToNan, Unknown};
+        use UlpStep::{BetweenNans, By, FromNan, ToNan, Unknown};
         let bf = |value: f32| u64::from(bf16::from_f32(value).to_bits());
         let half = |value: f32| u64::from(f16::from_f32(value).to_bits());
         let float = |value: f32| u64::from(value.to_bits());

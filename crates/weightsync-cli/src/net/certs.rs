@@ -2,14 +2,14 @@
 
 use std::{error::Error, path::PathBuf};
 
-use weightsync_net::tls::{Request, make};
+use weightsync_net::tls::{CertificateRequest, make};
 
 use crate::SUCCESS;
 use crate::output::print;
 
 /// What `certs` is asked for.
 #[derive(clap::Subcommand)]
-pub enum Args {
+pub enum CertsArgs {
     /// Make an authority, and a certificate for the trainer, relays and workers
     New {
         /// The folder, which is made if it is not there
@@ -25,9 +25,9 @@ pub enum Args {
 }
 
 /// Makes certificates.
-pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
-    let Args::New { out, hosts, days } = args;
-    let made = make(&Request {
+pub fn run(args: &CertsArgs) -> Result<u8, Box<dyn Error>> {
+    let CertsArgs::New { out, hosts, days } = args;
+    let made = make(&CertificateRequest {
         out: out.clone(),
         hosts: hosts.clone(),
         days: *days,

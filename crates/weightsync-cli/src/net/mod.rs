@@ -13,17 +13,17 @@ use std::{
 
 use weightsync_engine::InitInfo;
 use weightsync_net::address::{check_asked, resolve_all};
-use weightsync_net::tls::{Part, Tls};
+use weightsync_net::tls::{CertificateRole, Tls};
 use weightsync_net::{Distributed, Token};
 
-pub use certs::{Args as CertsArgs, run as certs};
-pub use relay::{Args as RelayArgs, run as relay};
+pub use certs::{CertsArgs, run as certs};
+pub use relay::{RelayArgs, run as relay};
 pub use scrub::run as scrub;
 pub use status::run as status;
 
 /// Where the credentials are.
 #[derive(clap::Args)]
-pub struct Key {
+pub struct KeyArgs {
     /// File with the token that the sender has [default: WEIGHTSYNC_TOKEN_FILE, or the
     /// token in WEIGHTSYNC_TOKEN]
     #[arg(long, value_name = "FILE", conflicts_with = "info")]
@@ -38,13 +38,13 @@ type Endpoint = (String, [u8; 16], Option<Tls>);
 
 /// A sender that is asked for something.
 #[derive(clap::Args)]
-pub struct Asked {
+pub struct SenderArgs {
     /// The sender, as HOST:PORT. `status` takes a run directory, a file with an init info, and a
     /// store as well
     #[arg(value_name = "SENDER")]
     sender: Option<String>,
     #[command(flatten)]
-    key: Key,
+    key: KeyArgs,
     /// As JSON
     #[arg(long)]
     pub json: bool,
@@ -60,19 +60,19 @@ pub struct Asked {
     timeout: u64,
 }
 
-impl Asked {
+impl SenderArgs {
     /// Where it is, its secret, and the certificates of a link to it.
     fn endpoint(&self) -> Result<Endpoint, Box<dyn Error>> {
         let (address, secret) = match self.key.credentials(self.sender.as_deref())? {
-            Credentials::Token(address, token) => (address, token.secret()),
-            Credentials::Info(info) => {
+            SenderCredentials::Token(address, token) => (address, token.secret()),
+            SenderCredentials::Info(info) => {
                 let at = Distributed::endpoint_of(&info)?;
                 (at.address().to_owned(), *at.secret())
             }
         };
         let mut access = weightsync_net::Access::with_token(None)?;
         access.insecure_plaintext |= self.insecure_plaintext;
-        let access = access.with_tls(Part::Worker, self.tls.as_deref())?;
+        let access = access.with_tls(CertificateRole::Worker, self.tls.as_deref())?;
         for one in resolve_all(&address)? {
             access.may_dial_with_secret(one)?;
         }
@@ -107,16 +107,16 @@ fn read_info(file: &Path) -> Result<InitInfo, Box<dyn Error>> {
 }
 
 /// The address of a sender and its token, or its init info, which has both.
-enum Credentials {
+enum SenderCredentials {
     Token(String, Token),
     Info(Box<InitInfo>),
 }
 
-impl Key {
+impl KeyArgs {
     /// `given` is the address that was given, which an init info makes unnecessary.
-    fn credentials(&self, given: Option<&str>) -> Result<Credentials, Box<dyn Error>> {
+    fn credentials(&self, given: Option<&str>) -> Result<SenderCredentials, Box<dyn Error>> {
         if let Some(file) = &self.info {
-            return Ok(Credentials::Info(Box::new(read_info(file)?)));
+            return Ok(SenderCredentials::Info(Box::new(read_info(file)?)));
         }
         let given = given.ok_or("where is the sender? Say its HOST:PORT, or name its init info")?;
         if given.trim_start().starts_with('{') {
@@ -137,6 +137,6 @@ impl Key {
             "the sender requires its token: name its file by --token-file or \
              WEIGHTSYNC_TOKEN_FILE, or the sender's init info by --info",
         )?;
-        Ok(Credentials::Token(given.to_owned(), token))
+        Ok(SenderCredentials::Token(given.to_owned(), token))
     }
 }

@@ -4,7 +4,7 @@ use std::{error::Error, path::PathBuf, thread, time::Duration};
 
 use weightsync_net::{Distributed, Relay};
 
-use super::{Credentials, Key};
+use super::{KeyArgs, SenderCredentials};
 use crate::SUCCESS;
 use crate::output::print;
 use crate::signals::Signals;
@@ -14,12 +14,12 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// What `relay` is asked for.
 #[derive(clap::Args)]
-pub struct Args {
+pub struct RelayArgs {
     /// The sender, as HOST:PORT
     #[arg(long, value_name = "HOST:PORT", required_unless_present = "info")]
     join: Option<String>,
     #[command(flatten)]
-    key: Key,
+    key: KeyArgs,
     /// Allow unencrypted connections to other machines
     #[arg(long)]
     insecure_plaintext: bool,
@@ -33,10 +33,10 @@ pub struct Args {
 }
 
 /// Runs a relay until a signal ends it.
-pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
+pub fn run(args: &RelayArgs) -> Result<u8, Box<dyn Error>> {
     let mut relay = match args.key.credentials(args.join.as_deref())? {
-        Credentials::Token(address, token) => Relay::with_token(address, &token),
-        Credentials::Info(info) => {
+        SenderCredentials::Token(address, token) => Relay::with_token(address, &token),
+        SenderCredentials::Info(info) => {
             Distributed::endpoint_of(&info)?;
             Relay::of(&info)
         }

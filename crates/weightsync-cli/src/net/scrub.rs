@@ -2,16 +2,16 @@
 
 use std::{error::Error, fmt::Write};
 
-use weightsync_net::scrub::{Check, Scrub, Verdict};
+use weightsync_net::scrub::{Scrub, ScrubCheck, Verdict};
 
-use super::Asked;
+use super::SenderArgs;
 use crate::output::print;
 use crate::store::TROUBLE;
 use crate::words::{counted, shown};
 use crate::{FAILURE, SUCCESS};
 
 /// Asks, and shows the answer.
-pub fn run(args: &Asked) -> Result<u8, Box<dyn Error>> {
+pub fn run(args: &SenderArgs) -> Result<u8, Box<dyn Error>> {
     let (address, secret, tls) = args.endpoint()?;
     let scrub = Scrub::ask(&address, &secret, tls.as_ref(), args.timeout())?;
     print(&match args.json {
@@ -66,7 +66,7 @@ fn text(scrub: &Scrub) -> String {
     text
 }
 
-fn who(check: &Check) -> String {
+fn who(check: &ScrubCheck) -> String {
     match check.agent {
         0 => format!("sender {} (pid {})", shown(&check.address), check.pid),
         agent => format!(
@@ -79,7 +79,7 @@ fn who(check: &Check) -> String {
 }
 
 /// What comes of it that it is not what was published.
-fn consequence(check: &Check) -> String {
+fn consequence(check: &ScrubCheck) -> String {
     let workers: Vec<String> = check.workers.iter().map(u32::to_string).collect();
     let run = match &workers[..] {
         [] => String::new(),
@@ -93,8 +93,8 @@ fn consequence(check: &Check) -> String {
 mod tests {
     use super::*;
 
-    fn check(agent: u64, verdict: Verdict) -> Check {
-        Check {
+    fn check(agent: u64, verdict: Verdict) -> ScrubCheck {
+        ScrubCheck {
             agent,
             name: format!("host-{agent}\u{1b}[2J"),
             address: "10.0.0.1".into(),

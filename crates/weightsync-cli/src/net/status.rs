@@ -10,13 +10,13 @@ use weightsync_engine::status_of_run_dir;
 use weightsync_net::Distributed;
 use weightsync_store::{Store, status_of_store};
 
-use super::Asked;
+use super::SenderArgs;
 use crate::SUCCESS;
 use crate::output::print;
 use crate::words::{bytes, counted, shown};
 
 /// Asks, and shows the answer.
-pub fn run(args: &Asked) -> Result<u8, Box<dyn Error>> {
+pub fn run(args: &SenderArgs) -> Result<u8, Box<dyn Error>> {
     let all = ask(args)?;
     print(&match (args.json, &all[..]) {
         (true, [one]) => serde_json::to_string_pretty(one)? + "\n",
@@ -27,7 +27,7 @@ pub fn run(args: &Asked) -> Result<u8, Box<dyn Error>> {
 }
 
 /// The senders that the arguments name: one, or each of a run directory.
-fn ask(args: &Asked) -> Result<Vec<SenderStatus>, Box<dyn Error>> {
+fn ask(args: &SenderArgs) -> Result<Vec<SenderStatus>, Box<dyn Error>> {
     let timeout = args.timeout().unwrap_or(Duration::MAX);
     if let Some(info) = args.info()? {
         // A network has options of its own, which are in the arguments.
@@ -98,7 +98,7 @@ fn text(status: &SenderStatus) -> String {
         pid => format!("sender {} (pid {pid})", shown(&status.address)),
     };
     let _ = writeln!(text, "{sender}");
-    let mut tree = Tree {
+    let mut tree = RelayTree {
         below: BTreeMap::new(),
         workers: BTreeMap::new(),
         newest: &newest,
@@ -150,7 +150,7 @@ fn sent(last: &LastSend) -> String {
     )
 }
 
-struct Tree<'a> {
+struct RelayTree<'a> {
     /// Agents that are not shown yet, by the agent from which they fetch.
     below: BTreeMap<u64, Vec<&'a RelayStatus>>,
     /// Workers that are not shown yet, by their agent.
@@ -158,7 +158,7 @@ struct Tree<'a> {
     newest: &'a [Version],
 }
 
-impl<'a> Tree<'a> {
+impl<'a> RelayTree<'a> {
     fn worker_at(&mut self, agent: u64, worker: &'a WorkerStatus) {
         self.workers.entry(agent).or_default().push(worker);
     }

@@ -8,7 +8,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use super::{SIZE, STRONG};
 
 /// One bar, and what stands on either side of it.
-pub struct Share {
+pub struct SpreadBar {
     pub label: String,
     /// From 0 to 1.
     pub value: f64,
@@ -18,7 +18,7 @@ pub struct Share {
 /// Bars that share one scale.
 pub struct Spread<'a> {
     pub title: &'a str,
-    pub shares: Vec<Share>,
+    pub shares: Vec<SpreadBar>,
     /// What stands below them, if it is not empty.
     pub more: String,
 }

@@ -15,7 +15,7 @@ use crate::signals::Signals;
 
 /// What `serve` is asked for.
 #[derive(clap::Args)]
-pub struct Args {
+pub struct ServeArgs {
     /// File with settings, in TOML: the names of the options below, with underscores
     #[arg(long, value_name = "FILE", env = "WEIGHTSYNC_SERVE_CONFIG")]
     config: Option<PathBuf>,
@@ -27,7 +27,7 @@ pub struct Args {
 }
 
 /// Serves until a signal ends it.
-pub fn run(args: Args) -> Result<u8, Box<dyn Error>> {
+pub fn run(args: ServeArgs) -> Result<u8, Box<dyn Error>> {
     let settings = match &args.config {
         Some(file) => args.settings.over(settings::read(file)?),
         None => args.settings,

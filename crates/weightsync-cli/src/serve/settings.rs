@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::{error::Error, fs};
 
 use serde::{Deserialize, Serialize};
-use weightsync_net::tls::Part;
+use weightsync_net::tls::CertificateRole;
 use weightsync_net::{Access, Token};
 use weightsync_serve::synchronizer::{StyleWords, SynchronizerOptions, method};
 
@@ -141,7 +141,7 @@ impl Settings {
     pub fn access(&self) -> Result<Access, Box<dyn Error>> {
         let mut access = self.access_without_tls()?;
         access.insecure_plaintext |= self.insecure_plaintext.unwrap_or(false);
-        Ok(access.with_tls(Part::Trainer, self.tls.as_deref())?)
+        Ok(access.with_tls(CertificateRole::Trainer, self.tls.as_deref())?)
     }
 
     /// Who may connect, without certificates: enough to print the header of requests.

@@ -13,7 +13,7 @@ use crate::words::{bytes, counted, shown};
 
 /// What `log` is asked for.
 #[derive(clap::Args)]
-pub struct Args {
+pub struct LogArgs {
     /// The store
     #[arg(value_name = "STORE")]
     store: String,
@@ -26,7 +26,7 @@ pub struct Args {
 }
 
 /// Shows what is there, the newest first.
-pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
+pub fn run(args: &LogArgs) -> Result<u8, Box<dyn Error>> {
     let store = Store::open(&args.store)?;
     let found = store.newest_versions(args.newest.unwrap_or(usize::MAX))?;
     let Versions {
@@ -103,17 +103,17 @@ fn row(version: &StoredVersion, model: &StoredModel) -> [String; 7] {
 }
 
 #[derive(Serialize)]
-struct Line<'a> {
+struct LogLine<'a> {
     sequence: u64,
     run: String,
     writer: &'a str,
     at: f64,
     names: &'a [String],
-    models: Vec<Model<'a>>,
+    models: Vec<LogModel<'a>>,
 }
 
 #[derive(Serialize)]
-struct Model<'a> {
+struct LogModel<'a> {
     model: &'a str,
     version: u64,
     digest: String,
@@ -128,7 +128,7 @@ struct Model<'a> {
 fn json(versions: &[StoredVersion], damage: &[Damage]) -> serde_json::Result<String> {
     let mut text = String::new();
     for version in versions {
-        let models = version.models.iter().map(|model| Model {
+        let models = version.models.iter().map(|model| LogModel {
             model: model.model.as_str(),
             version: model.version.0,
             digest: model.digest.to_string(),
@@ -139,7 +139,7 @@ fn json(versions: &[StoredVersion], damage: &[Damage]) -> serde_json::Result<Str
             changes: model.changes,
             directory: &model.directory,
         });
-        let line = Line {
+        let line = LogLine {
             sequence: version.sequence,
             run: version.run.to_string(),
             writer: &version.writer,

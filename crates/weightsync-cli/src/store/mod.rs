@@ -17,11 +17,11 @@ use weightsync_store::{Damage, Store, Work};
 use crate::signals::Signals;
 use crate::words::{percent, shown};
 
-pub use self::log::{Args as LogArgs, run as log};
-pub use self::pull::{Args as PullArgs, run as pull};
-pub use self::push::{Args as PushArgs, run as push};
-pub use self::scrub::{Args as ScrubArgs, TROUBLE, run as scrub};
-pub use self::watch::{Args as WatchArgs, run as watch};
+pub use self::log::{LogArgs, run as log};
+pub use self::pull::{PullArgs, run as pull};
+pub use self::push::{PushArgs, run as push};
+pub use self::scrub::{ScrubArgs, TROUBLE, run as scrub};
+pub use self::watch::{WatchArgs, run as watch};
 
 /// A store whose calls show how far they are.
 fn open(address: &str) -> Result<Store, weightsync_store::StoreError> {

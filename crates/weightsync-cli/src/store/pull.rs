@@ -13,7 +13,7 @@ use crate::words::{bytes, shown};
 
 /// What `pull` is asked for.
 #[derive(clap::Args)]
-pub struct Args {
+pub struct PullArgs {
     /// The store
     #[arg(value_name = "STORE")]
     store: String,
@@ -35,12 +35,12 @@ pub struct Args {
 }
 
 /// Loads, and writes.
-pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
+pub fn run(args: &PullArgs) -> Result<u8, Box<dyn Error>> {
     let signals = Signals::watch()?;
     super::ended(&signals, || pull(args))
 }
 
-fn pull(args: &Args) -> Result<u8, Box<dyn Error>> {
+fn pull(args: &PullArgs) -> Result<u8, Box<dyn Error>> {
     let which = match (args.version, &args.name) {
         (Some(version), _) => Which::Exactly(ModelVersion {
             model: args.model.clone(),

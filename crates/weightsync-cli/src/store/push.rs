@@ -14,7 +14,7 @@ use crate::words::{bytes, percent, shown};
 
 /// What `push` is asked for.
 #[derive(clap::Args)]
-pub struct Args {
+pub struct PushArgs {
     /// A safetensors file, or a checkpoint directory
     #[arg(value_name = "SOURCE")]
     source: PathBuf,
@@ -42,12 +42,12 @@ pub struct Args {
 }
 
 /// Saves, and says what that took.
-pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
+pub fn run(args: &PushArgs) -> Result<u8, Box<dyn Error>> {
     let signals = Signals::watch()?;
     super::ended(&signals, || push(args))
 }
 
-fn push(args: &Args) -> Result<u8, Box<dyn Error>> {
+fn push(args: &PushArgs) -> Result<u8, Box<dyn Error>> {
     let store: Store = super::open(&args.to)?;
     let checkpoint = match args.follow_links {
         true => Checkpoint::open_following_links(&args.source)?,
@@ -100,7 +100,7 @@ fn text(pushed: &Pushed, name: Option<&str>) -> String {
 }
 
 #[derive(Serialize)]
-struct Line<'a> {
+struct PushLine<'a> {
     model: &'a str,
     version: u64,
     digest: String,
@@ -116,7 +116,7 @@ struct Line<'a> {
 
 fn json(pushed: &Pushed, name: Option<&str>) -> serde_json::Result<String> {
     let saved = pushed.saved.as_ref();
-    let line = Line {
+    let line = PushLine {
         model: pushed.model.as_str(),
         version: pushed.version.0,
         digest: pushed.digest.to_string(),

@@ -13,7 +13,7 @@ pub const TROUBLE: u8 = 2;
 
 /// What `scrub` is asked for.
 #[derive(clap::Args)]
-pub struct Args {
+pub struct ScrubArgs {
     /// A store, in place of a running sender: every file, and the digest of every version
     #[arg(long, value_name = "STORE")]
     #[cfg_attr(feature = "net", arg(conflicts_with_all = ["sender", "info"]))]
@@ -21,7 +21,7 @@ pub struct Args {
     store: Option<String>,
     #[cfg(feature = "net")]
     #[command(flatten)]
-    asked: crate::net::Asked,
+    asked: crate::net::SenderArgs,
     /// As JSON
     #[cfg(not(feature = "net"))]
     #[arg(long)]
@@ -29,7 +29,7 @@ pub struct Args {
 }
 
 /// Compares, and shows what came of it.
-pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
+pub fn run(args: &ScrubArgs) -> Result<u8, Box<dyn Error>> {
     #[cfg(feature = "net")]
     let json = args.asked.json;
     #[cfg(not(feature = "net"))]

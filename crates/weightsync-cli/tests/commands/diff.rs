@@ -11,7 +11,7 @@ use half::{bf16, f16};
 use rand::{Rng, RngExt, SeedableRng, rngs::SmallRng};
 use safetensors::{Dtype, tensor::TensorView};
 use serde_json::{Value, json};
-use weightsync_core::delta::{Codec, Pattern, SPAN, Scratch, encode};
+use weightsync_core::delta::{BitPattern, Codec, SPAN, Scratch, encode};
 
 /// Name, dtype, shape, bytes.
 type Tensor<'a> = (&'a str, Dtype, Vec<usize>, Vec<u8>);
@@ -328,7 +328,7 @@ fn diff_counts_whole_tensors_and_codes_spans_as_sent() {
         image
     };
     let (old, new) = (image(&before), image(&after));
-    let pattern = Pattern::of(weightsync_core::Dtype::BF16);
+    let pattern = BitPattern::of(weightsync_core::Dtype::BF16);
     for &codec in Codec::ALL {
         let (mut delta, mut scratch) = (Vec::new(), Scratch::new());
         let spans = old.chunks(SPAN as usize).zip(new.chunks(SPAN as usize));

@@ -7,11 +7,13 @@ use weightsync_simd::{
 };
 
 use super::fast::{self, Places};
-use super::{BLOCK, Changes, DeltaError, Pattern, Scratch, Work, by_width, check_span, thin};
+use super::{
+    BLOCK, BitPattern, BlockChanges, BlockWork, DeltaError, Scratch, by_width, check_span, thin,
+};
 
 /// The result of applying a delta.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Applied {
+pub struct AppliedDelta {
     /// How many elements were changed.
     pub changes: u64,
     /// The amount to add to the sum of the image's digest, if it was asked for; see
@@ -29,16 +31,16 @@ pub struct Applied {
 /// [`DeltaError`], if these are not the bytes of a delta for such a span. The span may then be
 /// changed in part: rebuild it from scratch.
 pub fn apply(
-    pattern: Pattern,
+    pattern: BitPattern,
     delta: &[u8],
     image: &mut [u8],
     first_line: Option<u64>,
     scratch: &mut Scratch,
-) -> Result<Applied, DeltaError> {
+) -> Result<AppliedDelta, DeltaError> {
     put_all(
         pattern,
         delta,
-        Target::new(image, None, first_line),
+        SpanTarget::new(image, None, first_line),
         scratch,
     )
 }
@@ -54,11 +56,11 @@ pub fn apply(
 ///
 /// ```
 /// use weightsync_core::Dtype;
-/// use weightsync_core::delta::{Codec, Pattern, Scratch, apply_onto, encode};
+/// use weightsync_core::delta::{BitPattern, Codec, Scratch, apply_onto, encode};
 ///
 /// let (old, new) = ([1_u8; 256], [[1; 100], [3; 100]].concat());
 /// let new = [&new[..], &[1; 56]].concat();
-/// let (pattern, mut scratch, mut delta) = (Pattern::of(Dtype::F32), Scratch::new(), Vec::new());
+/// let (pattern, mut scratch, mut delta) = (BitPattern::of(Dtype::F32), Scratch::new(), Vec::new());
 /// encode(pattern, Codec::Fast, &old, &new, &mut delta, &mut scratch)?;
 /// let mut image = [0; 256];
 /// apply_onto(pattern, &delta, &old, &mut image, &mut scratch)?;
@@ -66,12 +68,12 @@ pub fn apply(
 /// # Ok::<(), weightsync_core::delta::DeltaError>(())
 /// ```
 pub fn apply_onto(
-    pattern: Pattern,
+    pattern: BitPattern,
     delta: &[u8],
     base: &[u8],
     image: &mut [u8],
     scratch: &mut Scratch,
-) -> Result<Applied, DeltaError> {
+) -> Result<AppliedDelta, DeltaError> {
     if base.len() != image.len() {
         return Err(DeltaError::Span {
             limit: base.len() as u64,
@@ -81,21 +83,21 @@ pub fn apply_onto(
     put_all(
         pattern,
         delta,
-        Target::new(image, Some(base), None),
+        SpanTarget::new(image, Some(base), None),
         scratch,
     )
 }
 
 fn put_all(
-    pattern: Pattern,
+    pattern: BitPattern,
     delta: &[u8],
-    mut target: Target<'_>,
+    mut target: SpanTarget<'_>,
     scratch: &mut Scratch,
-) -> Result<Applied, DeltaError> {
+) -> Result<AppliedDelta, DeltaError> {
     check_span(pattern, target.image.len())?;
     let Some(&tag) = delta.first() else {
         target.seed(0..target.image.len());
-        return Ok(Applied::default());
+        return Ok(AppliedDelta::default());
     };
     check_width(tag, pattern)?;
     let taken = match tag & !3 {
@@ -119,7 +121,7 @@ fn put_all(
 }
 
 /// Checks that a delta is for elements of this width.
-pub(super) fn check_width(tag: u8, pattern: Pattern) -> Result<(), DeltaError> {
+pub(super) fn check_width(tag: u8, pattern: BitPattern) -> Result<(), DeltaError> {
     let (expected, got) = (pattern.width(), 1 << (tag & 3));
     match expected == got {
         true => Ok(()),
@@ -131,9 +133,9 @@ pub(super) fn check_width(tag: u8, pattern: Pattern) -> Result<(), DeltaError> {
 /// memory: with a base, all lines of the base's block; without one, all lines of the image's block
 /// if it touches most of them, else those that the block before it touches.
 fn apply_fast<W: Word>(
-    work: &mut Work<W>,
+    work: &mut BlockWork<W>,
     delta: &[u8],
-    target: &mut Target<'_>,
+    target: &mut SpanTarget<'_>,
 ) -> Result<usize, DeltaError> {
     work.now.reserve();
     work.before.reserve();
@@ -221,24 +223,24 @@ impl<'a> Ahead<'a> {
 }
 
 /// A span that changes are put into.
-pub(super) struct Target<'a> {
+pub(super) struct SpanTarget<'a> {
     pub(super) image: &'a mut [u8],
     /// What it is made from, if that is elsewhere.
     base: Option<&'a [u8]>,
     first_line: Option<u64>,
     /// The lines of a block that are touched.
     lines: Vec<u16>,
-    applied: Applied,
+    applied: AppliedDelta,
 }
 
-impl<'a> Target<'a> {
+impl<'a> SpanTarget<'a> {
     fn new(image: &'a mut [u8], base: Option<&'a [u8]>, first_line: Option<u64>) -> Self {
         Self {
             image,
             base,
             first_line,
             lines: Vec::new(),
-            applied: Applied::default(),
+            applied: AppliedDelta::default(),
         }
     }
 
@@ -254,7 +256,7 @@ impl<'a> Target<'a> {
         &mut self,
         here: Range<usize>,
         places: Places,
-        changes: &Changes<W>,
+        changes: &BlockChanges<W>,
     ) {
         if places == Places::None {
             return;
@@ -275,7 +277,7 @@ impl<'a> Target<'a> {
         &mut self,
         here: &Range<usize>,
         places: Places,
-        changes: &Changes<W>,
+        changes: &BlockChanges<W>,
     ) -> Option<[u64; 2]> {
         self.first_line?;
         if places == Places::Listed {
@@ -306,7 +308,7 @@ impl<'a> Target<'a> {
 }
 
 /// Puts changes into their block.
-pub(super) fn put<W: Word>(block: &mut [u8], places: Places, changes: &Changes<W>) {
+pub(super) fn put<W: Word>(block: &mut [u8], places: Places, changes: &BlockChanges<W>) {
     match places {
         Places::None => {}
         Places::Masks => {

@@ -4,8 +4,8 @@ use serde::Serialize;
 use strum::{IntoStaticStr, VariantArray};
 use weightsync_simd::{Word, compare, compare_dense, ones};
 
-use super::fast::Written;
-use super::{BLOCK, DeltaError, Pattern, Scratch, Work, by_width, check_span, fast, thin};
+use super::fast::PlaceForm;
+use super::{BLOCK, BitPattern, BlockWork, DeltaError, Scratch, by_width, check_span, fast, thin};
 
 /// How a delta is written down.
 #[derive(
@@ -40,9 +40,9 @@ impl Codec {
     ///
     /// ```
     /// use weightsync_core::Dtype;
-    /// use weightsync_core::delta::{Codec, Pattern, Scratch, encode};
+    /// use weightsync_core::delta::{BitPattern, Codec, Scratch, encode};
     ///
-    /// let (pattern, mut scratch, mut delta) = (Pattern::of(Dtype::U8), Scratch::new(), Vec::new());
+    /// let (pattern, mut scratch, mut delta) = (BitPattern::of(Dtype::U8), Scratch::new(), Vec::new());
     /// encode(pattern, Codec::Thin, &[0; 64], &[1; 64], &mut delta, &mut scratch)?;
     /// assert_eq!((Codec::of(&delta), Codec::of(&[])), (Some(Codec::Thin), None));
     /// # Ok::<(), weightsync_core::delta::DeltaError>(())
@@ -79,10 +79,10 @@ pub struct Encoded {
 ///
 /// ```
 /// use weightsync_core::Dtype;
-/// use weightsync_core::delta::{Codec, Pattern, Scratch, apply, encode};
+/// use weightsync_core::delta::{BitPattern, Codec, Scratch, apply, encode};
 ///
 /// let (old, new) = ([0_u8; 1024], { let mut new = [0; 1024]; new[500] = 1; new });
-/// let (pattern, mut scratch, mut delta) = (Pattern::of(Dtype::BF16), Scratch::new(), Vec::new());
+/// let (pattern, mut scratch, mut delta) = (BitPattern::of(Dtype::BF16), Scratch::new(), Vec::new());
 /// let made = encode(pattern, Codec::Fast, &old, &new, &mut delta, &mut scratch)?;
 /// assert_eq!((made.changes, made.elements), (1, 512));
 ///
@@ -92,7 +92,7 @@ pub struct Encoded {
 /// # Ok::<(), weightsync_core::delta::DeltaError>(())
 /// ```
 pub fn encode(
-    pattern: Pattern,
+    pattern: BitPattern,
     codec: Codec,
     old: &[u8],
     new: &[u8],
@@ -109,8 +109,8 @@ pub fn encode(
     }
     let begin = out.len();
     let changes = match codec {
-        Codec::Fast => by_width!(pattern, scratch, fast(old, new, Written::Quick, out)),
-        Codec::Gaps => by_width!(pattern, scratch, fast(old, new, Written::Few, out)),
+        Codec::Fast => by_width!(pattern, scratch, fast(old, new, PlaceForm::Quick, out)),
+        Codec::Gaps => by_width!(pattern, scratch, fast(old, new, PlaceForm::Few, out)),
         Codec::Thin => {
             let lists = &mut scratch.thin;
             match pattern.width() {
@@ -132,10 +132,10 @@ pub fn encode(
 }
 
 fn fast<W: Word>(
-    work: &mut Work<W>,
+    work: &mut BlockWork<W>,
     old: &[u8],
     new: &[u8],
-    places: Written,
+    places: PlaceForm,
     out: &mut Vec<u8>,
 ) -> usize {
     work.now.reserve();

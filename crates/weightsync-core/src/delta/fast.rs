@@ -10,7 +10,7 @@ use weightsync_simd::{
 
 use super::apply::Ahead;
 use super::bits::{BitReader, BitWriter, MOST, bits_at};
-use super::{Changes, DeltaError};
+use super::{BlockChanges, DeltaError};
 
 /// The first byte of a fast delta; its two lowest bits are the width's logarithm.
 pub(super) const TAG: u8 = 0x10;
@@ -31,14 +31,14 @@ const PARTS: usize = 128;
 
 /// How places are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Written {
+pub(super) enum PlaceForm {
     /// As bits, where more than one element in 24 changed.
     Quick,
     /// As bits, where more than every second element changed: bits take fewer bytes from there on.
     Few,
 }
 
-impl Written {
+impl PlaceForm {
     /// Whether `count` changes among `elements` elements are written as bits.
     pub(super) fn as_bits(self, count: usize, elements: usize) -> bool {
         let sparse = match self {
@@ -55,7 +55,7 @@ pub(super) fn begin<W: Word>(out: &mut Vec<u8>) {
 
 /// Appends one block, whose masks must be there if it is written as bits, else its places.
 pub(super) fn write_block<W: Word>(
-    changes: &mut Changes<W>,
+    changes: &mut BlockChanges<W>,
     elements: usize,
     as_bits: bool,
     out: &mut Vec<u8>,
@@ -72,7 +72,7 @@ pub(super) fn write_block<W: Word>(
 pub(super) fn read_block<W: Word>(
     bytes: &[u8],
     elements: usize,
-    changes: &mut Changes<W>,
+    changes: &mut BlockChanges<W>,
     ahead: &mut Ahead<'_>,
 ) -> Result<(usize, Places), DeltaError> {
     let ends = DeltaError::Ends { at: bytes.len() };
@@ -166,7 +166,7 @@ fn step_bits<W: Word>(steps: &[W]) -> u32 {
     (lengths / some.len().max(1) as u32).min(MOST)
 }
 
-fn write_gaps<W: Word>(changes: &mut Changes<W>, elements: usize, out: &mut Vec<u8>) {
+fn write_gaps<W: Word>(changes: &mut BlockChanges<W>, elements: usize, out: &mut Vec<u8>) {
     let count = changes.count;
     let (parts, highs) = (&mut changes.parts[..count], &mut changes.highs[..]);
     let (places, steps) = (&changes.places[..count], &changes.steps[..count]);
@@ -217,7 +217,7 @@ fn read_gaps<W: Word>(
     bytes: &[u8],
     elements: usize,
     short: u32,
-    changes: &mut Changes<W>,
+    changes: &mut BlockChanges<W>,
     ahead: &mut Ahead<'_>,
 ) -> Result<usize, DeltaError> {
     let ends = || DeltaError::Ends { at: bytes.len() };
@@ -294,7 +294,7 @@ fn read_gaps<W: Word>(
     Ok(bytes.len() - rest.len() + unary + wide.bytes())
 }
 
-fn write_bitmap<W: Word>(changes: &mut Changes<W>, elements: usize, out: &mut Vec<u8>) {
+fn write_bitmap<W: Word>(changes: &mut BlockChanges<W>, elements: usize, out: &mut Vec<u8>) {
     let count = changes.count;
     let steps = &changes.steps[..count];
     let bits = bitmap_bits(steps);
@@ -363,7 +363,7 @@ fn read_bitmap<W: Word>(
     bytes: &[u8],
     elements: usize,
     bits: u32,
-    changes: &mut Changes<W>,
+    changes: &mut BlockChanges<W>,
     ahead: &mut Ahead<'_>,
 ) -> Result<usize, DeltaError> {
     let ends = || DeltaError::Ends { at: bytes.len() };

@@ -3,8 +3,10 @@
 use weightsync_simd::{Word, compare};
 
 use super::apply::{Ahead, check_width, put};
-use super::fast::{self, Places, Written};
-use super::{BLOCK, Changes, DeltaError, Pattern, Scratch, Work, by_width, check_span};
+use super::fast::{self, PlaceForm, Places};
+use super::{
+    BLOCK, BitPattern, BlockChanges, BlockWork, DeltaError, Scratch, by_width, check_span,
+};
 
 /// Lists are merged if at most one element in this many changed. At about that density, merging takes
 /// as long as putting both lists into a block.
@@ -22,9 +24,9 @@ const FEW: usize = 96;
 ///
 /// ```
 /// use weightsync_core::Dtype;
-/// use weightsync_core::delta::{Codec, Pattern, Scratch, apply, encode, fold};
+/// use weightsync_core::delta::{BitPattern, Codec, Scratch, apply, encode, fold};
 ///
-/// let (pattern, mut scratch) = (Pattern::of(Dtype::F32), Scratch::new());
+/// let (pattern, mut scratch) = (BitPattern::of(Dtype::F32), Scratch::new());
 /// let [one, two, three] = [[1_u8; 64], [2; 64], [3; 64]];
 /// let (mut first, mut second, mut both) = (Vec::new(), Vec::new(), Vec::new());
 /// encode(pattern, Codec::Fast, &one, &two, &mut first, &mut scratch)?;
@@ -37,7 +39,7 @@ const FEW: usize = 96;
 /// # Ok::<(), weightsync_core::delta::DeltaError>(())
 /// ```
 pub fn fold(
-    pattern: Pattern,
+    pattern: BitPattern,
     bytes: usize,
     first: &[u8],
     second: &[u8],
@@ -62,13 +64,13 @@ pub fn fold(
 }
 
 fn fold_as<W: Word>(
-    work: &mut Work<W>,
+    work: &mut BlockWork<W>,
     elements: usize,
     first: &[u8],
     second: &[u8],
     out: &mut Vec<u8>,
 ) -> Result<u64, DeltaError> {
-    let Work {
+    let BlockWork {
         now,
         before,
         sum,
@@ -102,7 +104,7 @@ fn fold_as<W: Word>(
             put(block, places[1], now);
             let (masks, at, steps) = (&mut sum.masks, &mut sum.places, &mut sum.steps);
             sum.count = compare(&nothing[..bytes], block, masks, at, steps);
-            let as_bits = Written::Quick.as_bits(sum.count, elements);
+            let as_bits = PlaceForm::Quick.as_bits(sum.count, elements);
             fast::write_block(sum, elements, as_bits, out);
         }
         changes += sum.count as u64;
@@ -119,7 +121,7 @@ fn fold_as<W: Word>(
 fn next<W: Word>(
     delta: &mut Option<&[u8]>,
     elements: usize,
-    changes: &mut Changes<W>,
+    changes: &mut BlockChanges<W>,
 ) -> Result<Places, DeltaError> {
     changes.count = 0;
     let Some(bytes) = delta else {
@@ -131,7 +133,7 @@ fn next<W: Word>(
 }
 
 /// Merges two lists, without the changes that cancel.
-fn merge<W: Word>(first: &Changes<W>, second: &Changes<W>, sum: &mut Changes<W>) {
+fn merge<W: Word>(first: &BlockChanges<W>, second: &BlockChanges<W>, sum: &mut BlockChanges<W>) {
     sum.count = 0;
     let mut one = first.places().iter().zip(first.steps()).peekable();
     let mut two = second.places().iter().zip(second.steps()).peekable();

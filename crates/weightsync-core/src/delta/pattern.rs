@@ -9,15 +9,15 @@ use crate::layout::Layout;
 /// The width of a span's elements, and which of their bits are an exponent.
 ///
 /// ```
-/// use weightsync_core::{Dtype, delta::Pattern};
+/// use weightsync_core::{Dtype, delta::BitPattern};
 ///
-/// let pattern = Pattern::of(Dtype::BF16);
+/// let pattern = BitPattern::of(Dtype::BF16);
 /// assert_eq!(pattern.width(), 2);
-/// assert_eq!(pattern, Pattern::of(Dtype::BF16));
-/// assert_ne!(pattern, Pattern::of(Dtype::F16));
+/// assert_eq!(pattern, BitPattern::of(Dtype::BF16));
+/// assert_ne!(pattern, BitPattern::of(Dtype::F16));
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Pattern {
+pub struct BitPattern {
     /// Width in bytes: 1, 2, 4 or 8.
     width: u8,
     /// The lowest bit of the exponent.
@@ -26,7 +26,7 @@ pub struct Pattern {
     exponent: u8,
 }
 
-impl Pattern {
+impl BitPattern {
     /// The pattern of a dtype; those below eight bits are taken byte by byte.
     pub const fn of(dtype: Dtype) -> Self {
         let (width, shift, exponent) = match dtype {

@@ -44,7 +44,7 @@ impl Bit {
 }
 
 /// Writes bits.
-pub(super) struct Encoder<'a> {
+pub(super) struct RangeEncoder<'a> {
     out: &'a mut Vec<u8>,
     low: u64,
     range: u32,
@@ -53,7 +53,7 @@ pub(super) struct Encoder<'a> {
     follow: usize,
 }
 
-impl<'a> Encoder<'a> {
+impl<'a> RangeEncoder<'a> {
     pub(super) fn new(out: &'a mut Vec<u8>) -> Self {
         Self {
             out,
@@ -109,14 +109,14 @@ impl<'a> Encoder<'a> {
 }
 
 /// Reads bits; behind the end there are zeros.
-pub(super) struct Decoder<'a> {
+pub(super) struct RangeDecoder<'a> {
     bytes: &'a [u8],
     at: usize,
     range: u32,
     code: u32,
 }
 
-impl<'a> Decoder<'a> {
+impl<'a> RangeDecoder<'a> {
     pub(super) fn new(bytes: &'a [u8]) -> Self {
         let mut decoder = Self {
             bytes,

@@ -37,7 +37,7 @@ fn splitmix(state: &mut u64) -> u64 {
 }
 
 /// Weights whose exponents are spread as those of a normal distribution are, about.
-fn weights(pattern: Pattern, elements: usize, seed: u64) -> Vec<u8> {
+fn weights(pattern: BitPattern, elements: usize, seed: u64) -> Vec<u8> {
     let (mut state, width) = (seed, pattern.width());
     let mut bytes = Vec::with_capacity(elements * width);
     for _ in 0..elements {
@@ -53,7 +53,7 @@ fn weights(pattern: Pattern, elements: usize, seed: u64) -> Vec<u8> {
 }
 
 /// A later version: of 10,000 elements so many are changed.
-fn trained(pattern: Pattern, old: &[u8], kind: Kind, share: u64, seed: u64) -> Vec<u8> {
+fn trained(pattern: BitPattern, old: &[u8], kind: Kind, share: u64, seed: u64) -> Vec<u8> {
     let (mut state, width) = (seed ^ 0xabcd, pattern.width());
     let mut new = old.to_vec();
     for element in new.chunks_exact_mut(width) {
@@ -103,7 +103,7 @@ fn shares() -> impl Strategy<Value = u64> {
     proptest::sample::select(&[0_u64, 2, 60, 110, 300, 1000, 3300, 9000, 10_000][..])
 }
 
-fn encoded(pattern: Pattern, codec: Codec, old: &[u8], new: &[u8]) -> Vec<u8> {
+fn encoded(pattern: BitPattern, codec: Codec, old: &[u8], new: &[u8]) -> Vec<u8> {
     let mut out = vec![7; 3];
     let mut scratch = Scratch::new();
     let made = encode(pattern, codec, old, new, &mut out, &mut scratch).expect("a span");
@@ -133,7 +133,7 @@ proptest! {
         (kind, share) in (kinds(), shares()),
         seed in 0_u64..1 << 32,
     ) {
-        let pattern = Pattern::of(dtype);
+        let pattern = BitPattern::of(dtype);
         let old = weights(pattern, elements, seed);
         let new = trained(pattern, &old, kind, share, seed);
         for codec in [Codec::Fast, Codec::Gaps, Codec::Thin] {
@@ -164,7 +164,7 @@ proptest! {
         back in any::<bool>(),
         seed in 0_u64..1 << 32,
     ) {
-        let pattern = Pattern::of(dtype);
+        let pattern = BitPattern::of(dtype);
         let mut scratch = Scratch::new();
         let mut versions = vec![weights(pattern, elements, seed)];
         for (step, (kind, share)) in kinds.into_iter().zip(shares).enumerate() {
@@ -203,7 +203,7 @@ proptest! {
         codec in 0_u8..3,
         seed in 0_u64..1 << 32,
     ) {
-        let pattern = Pattern::of(dtype);
+        let pattern = BitPattern::of(dtype);
         let mut bytes = bytes;
         if let Some(first) = bytes.first_mut() {
             *first = [*first, fast::TAG, thin::TAG][usize::from(codec)]
@@ -223,7 +223,7 @@ proptest! {
         cut in any::<prop::sample::Index>(),
         seed in 0_u64..1 << 32,
     ) {
-        let pattern = Pattern::of(dtype);
+        let pattern = BitPattern::of(dtype);
         let old = weights(pattern, 40_000, seed);
         let new = trained(pattern, &old, kind, share, seed);
         let mut scratch = Scratch::new();
@@ -255,7 +255,7 @@ proptest! {
 fn each_block_of_a_span_may_change_by_another_share() {
     const SHARES: [u64; 10] = [9000, 110, 0, 3300, 60, 0, 110, 9000, 110, 60];
     for dtype in [Dtype::BF16, Dtype::F32, Dtype::F8_E4M3] {
-        let pattern = Pattern::of(dtype);
+        let pattern = BitPattern::of(dtype);
         let bytes = BLOCK * pattern.width();
         let old = weights(pattern, BLOCK * SHARES.len() - 77, 1);
         let other = |old: &[u8], shares: &mut dyn Iterator<Item = u64>| {
@@ -304,7 +304,7 @@ fn each_block_of_a_span_may_change_by_another_share() {
 
 #[test]
 fn every_cut_of_a_fast_delta_is_refused() {
-    let pattern = Pattern::of(Dtype::BF16);
+    let pattern = BitPattern::of(Dtype::BF16);
     let old = weights(pattern, 70_000, 1);
     for share in [110, 3300] {
         let delta = encoded(
@@ -323,7 +323,7 @@ fn every_cut_of_a_fast_delta_is_refused() {
 
 #[test]
 fn delta_size_is_close_to_its_information() {
-    let pattern = Pattern::of(Dtype::BF16);
+    let pattern = BitPattern::of(Dtype::BF16);
     let old = weights(pattern, SPAN as usize / 2, 3);
     let new = trained(pattern, &old, Kind::Near, 110, 4);
     let changes = old
@@ -339,7 +339,7 @@ fn delta_size_is_close_to_its_information() {
 
 #[test]
 fn a_bomb_is_refused_before_anything_is_allocated() {
-    let pattern = Pattern::of(Dtype::BF16);
+    let pattern = BitPattern::of(Dtype::BF16);
     let mut scratch = Scratch::new();
     // 2^35 - 1 changes in the first class.
     let bomb = [
@@ -371,7 +371,7 @@ fn a_bomb_is_refused_before_anything_is_allocated() {
 
 #[test]
 fn a_delta_for_other_elements_is_refused() {
-    let (of, other) = (Pattern::of(Dtype::BF16), Pattern::of(Dtype::F32));
+    let (of, other) = (BitPattern::of(Dtype::BF16), BitPattern::of(Dtype::F32));
     let delta = encoded(of, Codec::Fast, &[0; 64], &[1; 64]);
     let mut scratch = Scratch::new();
     let refused = apply(other, &delta, &mut [0; 64], None, &mut scratch);
@@ -386,7 +386,7 @@ fn a_delta_for_other_elements_is_refused() {
 
 #[test]
 fn a_thin_delta_does_not_fit_another_base() {
-    let pattern = Pattern::of(Dtype::BF16);
+    let pattern = BitPattern::of(Dtype::BF16);
     let mut scratch = Scratch::new();
     let ones: Vec<u8> = [0x3f80_u16; 100]
         .iter()
@@ -403,7 +403,7 @@ fn a_thin_delta_does_not_fit_another_base() {
 
 #[test]
 fn thin_delta_refuses_excess_inside_its_streams() {
-    let pattern = Pattern::of(Dtype::BF16);
+    let pattern = BitPattern::of(Dtype::BF16);
     let (old, new) = ([1; 2000], [2; 2000]);
     let mut delta = encoded(pattern, Codec::Thin, &old, &new);
     // Behind the tag, the exponent and the changes of each class.
@@ -427,10 +427,13 @@ fn a_span_is_of_the_dtype_that_has_most_of_it() {
         ("c".to_owned(), Dtype::F64, vec![1 << 10]),
     ])
     .expect("a layout");
-    assert_eq!(Pattern::of_span(&layout, 0), Pattern::of(Dtype::BF16));
-    assert_eq!(Pattern::of_span(&layout, SPAN), Pattern::of(Dtype::BF16));
+    assert_eq!(BitPattern::of_span(&layout, 0), BitPattern::of(Dtype::BF16));
+    assert_eq!(
+        BitPattern::of_span(&layout, SPAN),
+        BitPattern::of(Dtype::BF16)
+    );
     let small = Layout::new([("a".to_owned(), Dtype::F32, vec![3])]).expect("a layout");
-    assert_eq!(Pattern::of_span(&small, 0), Pattern::of(Dtype::F32));
+    assert_eq!(BitPattern::of_span(&small, 0), BitPattern::of(Dtype::F32));
     // Those that are read alike count together.
     let mixed = Layout::new([
         ("a".to_owned(), Dtype::BF16, vec![2 << 10]),
@@ -438,7 +441,7 @@ fn a_span_is_of_the_dtype_that_has_most_of_it() {
         ("c".to_owned(), Dtype::U32, vec![768]),
     ])
     .expect("a layout");
-    assert_eq!(Pattern::of_span(&mixed, 0), Pattern::of(Dtype::U32));
+    assert_eq!(BitPattern::of_span(&mixed, 0), BitPattern::of(Dtype::U32));
     let none = Layout::new(Vec::<(String, Dtype, Vec<u64>)>::new()).expect("a layout");
-    assert_eq!(Pattern::of_span(&none, 0), Pattern::of(Dtype::U8));
+    assert_eq!(BitPattern::of_span(&none, 0), BitPattern::of(Dtype::U8));
 }

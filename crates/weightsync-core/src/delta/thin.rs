@@ -7,11 +7,11 @@
 
 use weightsync_simd::{CLASSES, Exponents, Word, classes, compare, rank, select};
 
-use super::apply::Target;
+use super::apply::SpanTarget;
 use super::bits::{BitReader, BitWriter, MOST};
 use super::fast::{Places, join, split};
-use super::range::{Bit, Decoder, Encoder};
-use super::{BLOCK, DeltaError, Pattern, Work};
+use super::range::{Bit, RangeDecoder, RangeEncoder};
+use super::{BLOCK, BitPattern, BlockWork, DeltaError};
 
 /// The first byte of a thin delta; its two lowest bits are the width's logarithm.
 pub(super) const TAG: u8 = 0x20;
@@ -48,9 +48,9 @@ impl Lists {
 
 /// Appends the changes between two versions of a span; returns how many there are.
 pub(super) fn encode<W: Word>(
-    work: &mut Work<W>,
+    work: &mut BlockWork<W>,
     lists: &mut Lists,
-    pattern: Pattern,
+    pattern: BitPattern,
     old: &[u8],
     new: &[u8],
     out: &mut Vec<u8>,
@@ -81,7 +81,7 @@ pub(super) fn encode<W: Word>(
 }
 
 /// The highest exponent that more than a few of the elements have.
-fn exponents<W: Word>(pattern: Pattern, old: &[u8]) -> Exponents {
+fn exponents<W: Word>(pattern: BitPattern, old: &[u8]) -> Exponents {
     let mut found = [0_u32; 2048];
     let stride = (old.len() / W::BYTES / 2048).max(1);
     let some = old.chunks_exact(W::BYTES).step_by(stride);
@@ -114,7 +114,7 @@ fn write<W: Word>(
     let begin = out.len();
     lists.plain.clear();
     let mut plain = BitWriter::new(&mut lists.plain, count * 2);
-    let mut coder = Encoder::new(out);
+    let mut coder = RangeEncoder::new(out);
     for (ranks, steps) in lists.ranks.iter().zip(&lists.steps) {
         let mut gaps = Split::new(mean(count, elements));
         let mut sizes = Split::new(0);
@@ -141,11 +141,11 @@ fn mean(count: usize, elements: usize) -> u64 {
 
 /// Applies a thin delta to the older version of its span; returns how many bytes were read.
 pub(super) fn apply<W: Word>(
-    work: &mut Work<W>,
+    work: &mut BlockWork<W>,
     lists: &mut Lists,
-    pattern: Pattern,
+    pattern: BitPattern,
     delta: &[u8],
-    target: &mut Target<'_>,
+    target: &mut SpanTarget<'_>,
 ) -> Result<usize, DeltaError> {
     let elements = target.image.len() / W::BYTES;
     work.now.reserve();
@@ -213,7 +213,7 @@ fn read<W: Word>(
     let length = u32::from_le_bytes([length[0], length[1], length[2], length[3]]) as usize;
     let coded = rest.split_off(..length).ok_or_else(ends)?;
     let mut plain = BitReader::new(rest);
-    let mut coder = Decoder::new(coded);
+    let mut coder = RangeDecoder::new(coded);
     for ((ranks, steps), of_class) in lists.ranks.iter_mut().zip(&mut lists.steps).zip(counts) {
         let mut gaps = Split::new(mean(count, elements));
         let mut sizes = Split::new(0);
@@ -284,7 +284,7 @@ impl Split {
     }
 
     #[inline(always)]
-    fn put(&mut self, number: u64, coder: &mut Encoder<'_>, plain: &mut BitWriter<'_>) {
+    fn put(&mut self, number: u64, coder: &mut RangeEncoder<'_>, plain: &mut BitWriter<'_>) {
         let low = self.low();
         let times = number >> low;
         for stage in 0..times.min(LONG) as usize {
@@ -300,7 +300,7 @@ impl Split {
     }
 
     #[inline(always)]
-    fn take(&mut self, coder: &mut Decoder<'_>, plain: &mut BitReader<'_>) -> Option<u64> {
+    fn take(&mut self, coder: &mut RangeDecoder<'_>, plain: &mut BitReader<'_>) -> Option<u64> {
         let low = self.low();
         let mut times = 0_u64;
         while times < LONG && coder.take(&mut self.goes_on[(times as usize).min(STAGES - 1)]) {

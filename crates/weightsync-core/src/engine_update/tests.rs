@@ -6,24 +6,24 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use super::*;
 
 const MOST_UPDATES: u32 = 4;
-const WHOLE: [Weights; 2] = [Weights::Old, Weights::New];
+const WHOLE: [EngineWeights; 2] = [EngineWeights::Old, EngineWeights::New];
 
 fn new(updates: u32) -> EngineUpdate {
     EngineUpdate::new(NonZeroU32::new(updates).unwrap())
 }
 
-fn failed(weights: Weights) -> Event {
+fn failed(weights: EngineWeights) -> EngineEvent {
     let reason = "r".to_owned();
-    Event::Failed { reason, weights }
+    EngineEvent::Failed { reason, weights }
 }
 
-fn died() -> Event {
+fn died() -> EngineEvent {
     let reason = "killed".to_owned();
-    Event::Died { reason }
+    EngineEvent::Died { reason }
 }
 
 /// An update and how often each call was made on the way there.
-type Node = (EngineUpdate, Vec<(Call, u32)>);
+type Node = (EngineUpdate, Vec<(EngineCall, u32)>);
 
 #[test]
 fn every_state_takes_every_event_to_an_end() {
@@ -40,11 +40,11 @@ fn every_state_takes_every_event_to_an_end() {
             check_labels(&update);
             let mut taken = Vec::new();
             for event in [
-                Event::Begin,
-                Event::Done,
-                failed(Weights::Old),
-                failed(Weights::New),
-                failed(Weights::Unknown),
+                EngineEvent::Begin,
+                EngineEvent::Done,
+                failed(EngineWeights::Old),
+                failed(EngineWeights::New),
+                failed(EngineWeights::Unknown),
                 died(),
             ] {
                 let Ok((next, call)) = update.step(event.clone()) else {
@@ -52,13 +52,13 @@ fn every_state_takes_every_event_to_an_end() {
                 };
                 taken.push(event.word());
                 let calls = check_step(updates, &update, &next, call, &calls);
-                if let Event::Died { .. } = event {
-                    assert_eq!(next.state(), State::Dead);
+                if let EngineEvent::Died { .. } = event {
+                    assert_eq!(next.state(), UpdateState::Dead);
                 }
                 open.push((next, calls));
             }
             let expected: &[&str] = match (update.state(), update.outcome()) {
-                (State::Running, _) => &["begin", "died"],
+                (UpdateState::Running, _) => &["begin", "died"],
                 (_, None) => &["done", "failed", "failed", "failed", "died"],
                 (_, Some(_)) => &["died"],
             };
@@ -82,22 +82,30 @@ fn check_step(
     updates: u32,
     update: &EngineUpdate,
     next: &EngineUpdate,
-    call: Option<Call>,
-    calls: &[(Call, u32)],
-) -> Vec<(Call, u32)> {
+    call: Option<EngineCall>,
+    calls: &[(EngineCall, u32)],
+) -> Vec<(EngineCall, u32)> {
     // A step makes one more call or ends the update, and the number of calls is bounded: every
     // path ends.
     assert_ne!(call.is_some(), next.outcome().is_some(), "{next:?}");
     if update.outcome().is_some() {
-        assert_eq!((next.state(), call), (State::Dead, None), "{update:?}");
+        assert_eq!(
+            (next.state(), call),
+            (UpdateState::Dead, None),
+            "{update:?}"
+        );
     }
-    let mut counts: HashMap<Call, u32> = calls.iter().copied().collect();
+    let mut counts: HashMap<EngineCall, u32> = calls.iter().copied().collect();
     if let Some(call) = call {
         let count = counts.entry(call).or_default();
         *count += 1;
-        let most = if call == Call::Update { updates } else { 1 };
+        let most = if call == EngineCall::Update {
+            updates
+        } else {
+            1
+        };
         assert!(*count <= most, "{call} made {count} times: {next:?}");
-        if call == Call::Resume {
+        if call == EngineCall::Resume {
             assert!(WHOLE.contains(&next.weights()), "{next:?}");
         }
     }
@@ -110,10 +118,12 @@ fn check_labels(update: &EngineUpdate) {
     let weights = update.weights();
     match update.outcome() {
         None => return,
-        Some(Outcome::Updated) => return assert_eq!(weights, Weights::New),
-        Some(Outcome::KeptOld) => assert_eq!(weights, Weights::Old),
-        Some(Outcome::NotResumed) => assert!(WHOLE.contains(&weights)),
-        Some(Outcome::Held | Outcome::Dead) => assert_eq!(weights, Weights::Unknown),
+        Some(UpdateOutcome::Updated) => return assert_eq!(weights, EngineWeights::New),
+        Some(UpdateOutcome::KeptOld) => assert_eq!(weights, EngineWeights::Old),
+        Some(UpdateOutcome::NotResumed) => assert!(WHOLE.contains(&weights)),
+        Some(UpdateOutcome::Held | UpdateOutcome::Dead) => {
+            assert_eq!(weights, EngineWeights::Unknown)
+        }
     }
     assert!(update.reason().is_some(), "{update:?}");
 }
@@ -130,35 +140,35 @@ enum Chunk {
 }
 
 impl Engine {
-    fn weights(&self) -> Weights {
+    fn weights(&self) -> EngineWeights {
         let all = |kind| self.0.iter().all(|chunk| *chunk == kind);
         match (all(Chunk::Old), all(Chunk::New)) {
-            (true, _) => Weights::Old,
-            (_, true) => Weights::New,
-            _ => Weights::Unknown,
+            (true, _) => EngineWeights::Old,
+            (_, true) => EngineWeights::New,
+            _ => EngineWeights::Unknown,
         }
     }
 
     /// The engine after the whole of `call`, of which it is the `nth`.
-    fn after(&self, call: Call, nth: usize) -> Self {
+    fn after(&self, call: EngineCall, nth: usize) -> Self {
         let mut chunks = self.0.clone();
         match call {
             // The worst case: an engine that takes its layers apart first.
-            Call::Start => chunks.fill(Chunk::Torn),
-            Call::Update => chunks[nth] = Chunk::New,
-            Call::Restore => chunks.fill(Chunk::Old),
-            Call::Pause | Call::Finish | Call::Resume => {}
+            EngineCall::Start => chunks.fill(Chunk::Torn),
+            EngineCall::Update => chunks[nth] = Chunk::New,
+            EngineCall::Restore => chunks.fill(Chunk::Old),
+            EngineCall::Pause | EngineCall::Finish | EngineCall::Resume => {}
         }
         Self(chunks)
     }
 
     /// What a failed `call` may leave.
-    fn after_failing(&self, call: Call, nth: usize) -> Vec<Self> {
+    fn after_failing(&self, call: EngineCall, nth: usize) -> Vec<Self> {
         let mut left = vec![self.clone(), self.after(call, nth)];
         let torn = match call {
-            Call::Pause | Call::Resume => return left,
-            Call::Update => nth,
-            Call::Start | Call::Finish | Call::Restore => 0,
+            EngineCall::Pause | EngineCall::Resume => return left,
+            EngineCall::Update => nth,
+            EngineCall::Start | EngineCall::Finish | EngineCall::Restore => 0,
         };
         left.push(self.clone());
         left[2].0[torn] = Chunk::Torn;
@@ -170,7 +180,7 @@ impl Engine {
 fn engine_resumes_on_whole_weights_alone() {
     for updates in 1..=MOST_UPDATES {
         let engine = Engine(vec![Chunk::Old; updates as usize]);
-        let (update, call) = new(updates).step(Event::Begin).unwrap();
+        let (update, call) = new(updates).step(EngineEvent::Begin).unwrap();
         let mut ends = HashSet::new();
         play(&update, call, &engine, 0, &mut ends);
         assert_eq!(ends.len(), 4, "{ends:?}");
@@ -180,14 +190,14 @@ fn engine_resumes_on_whole_weights_alone() {
 /// Plays on, whatever the engine does at `call`; `done` updates are behind it.
 fn play(
     update: &EngineUpdate,
-    call: Option<Call>,
+    call: Option<EngineCall>,
     engine: &Engine,
     done: usize,
-    ends: &mut HashSet<Outcome>,
+    ends: &mut HashSet<UpdateOutcome>,
 ) {
     if let Some(outcome) = update.outcome() {
         ends.insert(outcome);
-        if outcome != Outcome::Held {
+        if outcome != UpdateOutcome::Held {
             assert_eq!(
                 update.weights(),
                 engine.weights(),
@@ -198,10 +208,10 @@ fn play(
         return;
     }
     let call = call.unwrap();
-    if call == Call::Resume {
+    if call == EngineCall::Resume {
         assert_ne!(
             engine.weights(),
-            Weights::Unknown,
+            EngineWeights::Unknown,
             "{update:?} {:?}",
             engine.0
         );
@@ -212,18 +222,18 @@ fn play(
             engine.0
         );
     }
-    let (next, then) = update.step(Event::Done).unwrap();
-    let count = done + usize::from(call == Call::Update);
+    let (next, then) = update.step(EngineEvent::Done).unwrap();
+    let count = done + usize::from(call == EngineCall::Update);
     play(&next, then, &engine.after(call, done), count, ends);
     for left in engine.after_failing(call, done) {
-        let mut reports = vec![left.weights(), Weights::Unknown];
-        if call == Call::Update && done + 1 < engine.0.len() {
+        let mut reports = vec![left.weights(), EngineWeights::Unknown];
+        if call == EngineCall::Update && done + 1 < engine.0.len() {
             // From a caller that speaks of its chunk alone.
-            reports.push(Weights::New);
+            reports.push(EngineWeights::New);
         }
-        if update.state() == (State::Restoring { all_sent: false }) {
+        if update.state() == (UpdateState::Restoring { all_sent: false }) {
             // From an engine that was never sent all of the new weights.
-            reports.push(Weights::New);
+            reports.push(EngineWeights::New);
         }
         for report in reports {
             let (next, then) = update.step(failed(report)).unwrap();
@@ -234,127 +244,127 @@ fn play(
 
 /// The events after begin, the calls that they lead to, and the end.
 type Case = (
-    Vec<Event>,
+    Vec<EngineEvent>,
     &'static str,
-    Outcome,
-    Weights,
+    UpdateOutcome,
+    EngineWeights,
     Option<&'static str>,
 );
 
 #[test]
 fn failures_end_as_the_table_says() {
-    use Weights::{New, Old, Unknown};
-    let done = |count| vec![Event::Done; count];
-    let with = |count, rest: &[Event]| [done(count), rest.to_vec()].concat();
+    use EngineWeights::{New, Old, Unknown};
+    let done = |count| vec![EngineEvent::Done; count];
+    let with = |count, rest: &[EngineEvent]| [done(count), rest.to_vec()].concat();
     let cases: [Case; 15] = [
         (
             done(6),
             "pause start update update finish resume",
-            Outcome::Updated,
+            UpdateOutcome::Updated,
             New,
             None,
         ),
         (
-            vec![failed(Unknown), Event::Done],
+            vec![failed(Unknown), EngineEvent::Done],
             "pause resume",
-            Outcome::KeptOld,
+            UpdateOutcome::KeptOld,
             Old,
             Some("pause failed: r"),
         ),
         (
             vec![failed(Unknown), failed(Unknown)],
             "pause resume",
-            Outcome::NotResumed,
+            UpdateOutcome::NotResumed,
             Old,
             Some("pause failed: r; resume failed: r"),
         ),
         (
-            with(1, &[failed(Old), Event::Done]),
+            with(1, &[failed(Old), EngineEvent::Done]),
             "pause start resume",
-            Outcome::KeptOld,
+            UpdateOutcome::KeptOld,
             Old,
             Some("start failed: r"),
         ),
         (
-            with(2, &[failed(Unknown), Event::Done, Event::Done]),
+            with(2, &[failed(Unknown), EngineEvent::Done, EngineEvent::Done]),
             "pause start update restore resume",
-            Outcome::KeptOld,
+            UpdateOutcome::KeptOld,
             Old,
             Some("update failed: r"),
         ),
         (
             with(2, &[failed(New), failed(Old)]),
             "pause start update restore",
-            Outcome::Held,
+            UpdateOutcome::Held,
             Unknown,
             Some("update failed: r; restore failed: r"),
         ),
         (
             with(1, &[failed(Unknown), failed(New)]),
             "pause start restore",
-            Outcome::Held,
+            UpdateOutcome::Held,
             Unknown,
             Some("start failed: r; restore failed: r"),
         ),
         (
-            with(3, &[failed(Unknown), failed(New), Event::Done]),
+            with(3, &[failed(Unknown), failed(New), EngineEvent::Done]),
             "pause start update update restore resume",
-            Outcome::Updated,
+            UpdateOutcome::Updated,
             New,
             Some("update failed: r; restore failed: r"),
         ),
         (
-            with(3, &[failed(New), Event::Done]),
+            with(3, &[failed(New), EngineEvent::Done]),
             "pause start update update resume",
-            Outcome::Updated,
+            UpdateOutcome::Updated,
             New,
             Some("update failed: r"),
         ),
         (
-            with(4, &[failed(New), Event::Done]),
+            with(4, &[failed(New), EngineEvent::Done]),
             "pause start update update finish resume",
-            Outcome::Updated,
+            UpdateOutcome::Updated,
             New,
             Some("finish failed: r"),
         ),
         (
-            with(4, &[failed(Unknown), Event::Done, failed(Old)]),
+            with(4, &[failed(Unknown), EngineEvent::Done, failed(Old)]),
             "pause start update update finish restore resume",
-            Outcome::NotResumed,
+            UpdateOutcome::NotResumed,
             Old,
             Some("finish failed: r; resume failed: r"),
         ),
         (
             with(5, &[failed(New)]),
             "pause start update update finish resume",
-            Outcome::NotResumed,
+            UpdateOutcome::NotResumed,
             New,
             Some("resume failed: r"),
         ),
         (
             with(5, &[failed(Unknown)]),
             "pause start update update finish resume",
-            Outcome::Held,
+            UpdateOutcome::Held,
             Unknown,
             Some("resume failed: r"),
         ),
         (
             with(3, &[died(), died()]),
             "pause start update update",
-            Outcome::Dead,
+            UpdateOutcome::Dead,
             Unknown,
             Some("the engine died: killed"),
         ),
         (
             with(2, &[failed(Unknown), failed(Unknown), died()]),
             "pause start update restore",
-            Outcome::Dead,
+            UpdateOutcome::Dead,
             Unknown,
             Some("update failed: r; restore failed: r; the engine died: killed"),
         ),
     ];
     for (events, calls, outcome, weights, reason) in cases {
-        let (mut update, call) = new(2).step(Event::Begin).unwrap();
+        let (mut update, call) = new(2).step(EngineEvent::Begin).unwrap();
         let mut made = vec![call.unwrap().to_string()];
         for event in events {
             let (next, call) = update.step(event).unwrap();
@@ -370,22 +380,22 @@ fn failures_end_as_the_table_says() {
 #[test]
 fn event_out_of_order_says_what_to_do() {
     let before = new(1);
-    let (pausing, _) = before.step(Event::Begin).unwrap();
+    let (pausing, _) = before.step(EngineEvent::Begin).unwrap();
     let (dead, _) = before.step(died()).unwrap();
     for (update, event, words) in [
         (
             before,
-            Event::Done,
+            EngineEvent::Done,
             "done does not fit an engine update in the state \"running\": the update has not begun; report begin first",
         ),
         (
             pausing,
-            Event::Begin,
+            EngineEvent::Begin,
             "begin does not fit an engine update in the state \"pausing\": make the pause call, then report done, failed or died",
         ),
         (
             dead,
-            failed(Weights::Old),
+            failed(EngineWeights::Old),
             "failed does not fit an engine update in the state \"dead\": the update is over; make a new one for the next sync",
         ),
     ] {

@@ -10,7 +10,7 @@
 
 use super::within;
 use super::{
-    Builder, Layout, MAX_ENCODED_BYTES, MAX_NAME_BYTES, MAX_RANK, MAX_TENSORS, TensorSpec,
+    Layout, LayoutBuilder, MAX_ENCODED_BYTES, MAX_NAME_BYTES, MAX_RANK, MAX_TENSORS, TensorSpec,
 };
 use crate::dtype::Dtype;
 use crate::error::Error;
@@ -38,7 +38,7 @@ impl Layout {
     /// of one; [`Error::UnknownFormat`]; and all errors of [`Layout::new`].
     pub fn decode(bytes: &[u8]) -> Result<Layout, Error> {
         within("bytes in an encoded layout", bytes.len(), MAX_ENCODED_BYTES)?;
-        let mut reader = Reader { bytes, offset: 0 };
+        let mut reader = LayoutReader { bytes, offset: 0 };
         if reader.take(MAGIC.len())? != MAGIC {
             return Err(reader.malformed_at(0, "it does not begin with WSLY"));
         }
@@ -55,7 +55,7 @@ impl Layout {
         if count > reader.remaining() / MIN_TENSOR_BYTES {
             return Err(reader.malformed("fewer bytes than that many tensors need"));
         }
-        let mut builder = Builder::with_capacity(count);
+        let mut builder = LayoutBuilder::with_capacity(count);
         for _ in 0..count {
             let (name, dtype, shape) = reader.tensor()?;
             builder.push(name, dtype, shape)?;
@@ -92,12 +92,12 @@ fn put_varint(bytes: &mut Vec<u8>, mut value: u64) {
     bytes.push(value as u8);
 }
 
-struct Reader<'a> {
+struct LayoutReader<'a> {
     bytes: &'a [u8],
     offset: usize,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> LayoutReader<'a> {
     fn tensor(&mut self) -> Result<(String, Dtype, Vec<u64>), Error> {
         let name_len = self.length("bytes in a tensor name", MAX_NAME_BYTES)?;
         let name_at = self.offset;

@@ -6,7 +6,7 @@ use std::fmt;
 use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor};
 use serde::ser::{Serialize, SerializeSeq, SerializeStruct, Serializer};
 
-use super::{Builder, Layout, MAX_ENCODED_BYTES, TensorSpec};
+use super::{Layout, LayoutBuilder, MAX_ENCODED_BYTES, TensorSpec};
 use crate::dtype::Dtype;
 
 impl Serialize for Layout {
@@ -38,13 +38,13 @@ impl<'de> Deserialize<'de> for Layout {
         if deserializer.is_human_readable() {
             deserializer.deserialize_seq(TensorList)
         } else {
-            deserializer.deserialize_bytes(Encoded)
+            deserializer.deserialize_bytes(LayoutVisitor)
         }
     }
 }
 
 #[derive(serde::Deserialize)]
-struct Tensor {
+struct ReadTensor {
     name: String,
     dtype: Dtype,
     shape: Vec<u64>,
@@ -61,8 +61,8 @@ impl<'de> Visitor<'de> for TensorList {
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Layout, A::Error> {
         // Nothing is reserved ahead: memory grows with what was read.
-        let mut builder = Builder::default();
-        while let Some(Tensor { name, dtype, shape }) = list.next_element()? {
+        let mut builder = LayoutBuilder::default();
+        while let Some(ReadTensor { name, dtype, shape }) = list.next_element()? {
             builder
                 .push(name, dtype, shape)
                 .map_err(de::Error::custom)?;
@@ -71,9 +71,9 @@ impl<'de> Visitor<'de> for TensorList {
     }
 }
 
-struct Encoded;
+struct LayoutVisitor;
 
-impl<'de> Visitor<'de> for Encoded {
+impl<'de> Visitor<'de> for LayoutVisitor {
     type Value = Layout;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -14,7 +14,7 @@ const FORMAT: u32 = 1;
 
 #[derive(serde::Serialize)]
 #[serde(rename = "Manifest")]
-struct Written<'a> {
+struct WrittenManifest<'a> {
     format: u32,
     run: Run,
     version: Version,
@@ -27,7 +27,7 @@ struct Written<'a> {
 /// Fields that it does not know are skipped: a later build may add some.
 #[derive(serde::Deserialize)]
 #[serde(rename = "Manifest")]
-struct Read {
+struct ReadManifest {
     format: u32,
     run: Run,
     version: Version,
@@ -39,7 +39,7 @@ struct Read {
 
 impl Serialize for Manifest {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        Written {
+        WrittenManifest {
             format: FORMAT,
             run: self.run,
             version: self.version,
@@ -54,11 +54,11 @@ impl Serialize for Manifest {
 
 impl<'de> Deserialize<'de> for Manifest {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        parse(Read::deserialize(deserializer)?).map_err(de::Error::custom)
+        parse(ReadManifest::deserialize(deserializer)?).map_err(de::Error::custom)
     }
 }
 
-fn parse(read: Read) -> Result<Manifest, Error> {
+fn parse(read: ReadManifest) -> Result<Manifest, Error> {
     if read.format != FORMAT {
         return Err(Error::UnknownFormat {
             what: "manifest",

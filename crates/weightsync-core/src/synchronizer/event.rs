@@ -92,7 +92,7 @@ pub enum Need {
 
 /// Why a party is not there any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Departure {
+pub enum PartyDeparture {
     /// It has stopped in order, and does not come back.
     Stopped,
     /// It died, and may be started again.
@@ -101,7 +101,7 @@ pub enum Departure {
 
 /// Something that happened. Steps are those of the party, and count from 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Event {
+pub enum SyncEvent {
     /// A trainer is there, of a run with this epoch, and has made so many steps. It takes the place of
     /// one with the same or a lower epoch.
     TrainerJoined(Party, Epoch, u64, Style),
@@ -114,7 +114,7 @@ pub enum Event {
     /// A trainer could not publish, or send, and waits no longer.
     TrainerFailed(Party),
     /// A trainer is not there any more.
-    TrainerLeft(Party, Departure),
+    TrainerLeft(Party, PartyDeparture),
     /// An explorer is there, runs a version, and has made so many steps: in all, and up to its last sync.
     /// A version that no trainer has given a number to counts as none.
     ExplorerJoined(Party, Version, [u64; 2], Style),
@@ -138,7 +138,7 @@ pub enum Event {
 
 /// Something to do.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Effect {
+pub enum SyncEffect {
     /// Tell the trainer that it needs a sync, in case that it waits to know.
     Wake(Party),
     /// Tell all explorers that there may be something for them, in case that they wait to know.
@@ -148,16 +148,16 @@ pub enum Effect {
     /// Tell the trainer to send a version to these explorers, and the explorers to receive it.
     Meet(Party, Version, Vec<Party>),
     /// Answer an explorer that waits.
-    Synced(Party, Outcome),
+    Synced(Party, SyncOutcome),
     /// Answer a trainer that waits: who has loaded the version, and who has not.
-    Met(Party, Version, BTreeMap<Party, Outcome>),
+    Met(Party, Version, BTreeMap<Party, SyncOutcome>),
     /// Tell a party that nothing it says counts: another one has its place, or it is not known.
     Refused(Party),
 }
 
 /// How the sync of an explorer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Outcome {
+pub enum SyncOutcome {
     /// It has verified and loaded this version.
     Synced(Version),
     /// It has the newest version, and the trainer has stopped.

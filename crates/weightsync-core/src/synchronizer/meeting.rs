@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use super::{Effect, Explorer, Meeting, Outcome, Style, Synchronizer};
+use super::{ExplorerState, Meeting, Style, SyncEffect, SyncOutcome, Synchronizer};
 
 impl Synchronizer {
     /// Ends the meeting as it stands, and answers the trainer.
-    pub(super) fn abandon(&mut self, outcome: Outcome, effects: &mut Vec<Effect>) {
+    pub(super) fn abandon(&mut self, outcome: SyncOutcome, effects: &mut Vec<SyncEffect>) {
         let Some(meeting) = self.trainer.as_mut().and_then(|one| one.meeting.take()) else {
             return;
         };
@@ -18,8 +18,8 @@ impl Synchronizer {
     pub(super) fn end_all(
         &mut self,
         meeting: &Meeting,
-        outcome: Outcome,
-        effects: &mut Vec<Effect>,
+        outcome: SyncOutcome,
+        effects: &mut Vec<SyncEffect>,
     ) {
         for (party, own) in meeting.invited.iter().flatten() {
             if own.is_none() {
@@ -29,7 +29,7 @@ impl Synchronizer {
     }
 
     /// Answers the trainer. Those without an outcome have this one.
-    fn answer(&mut self, meeting: Meeting, outcome: Outcome, effects: &mut Vec<Effect>) {
+    fn answer(&mut self, meeting: Meeting, outcome: SyncOutcome, effects: &mut Vec<SyncEffect>) {
         let Some(trainer) = &mut self.trainer else {
             return;
         };
@@ -37,18 +37,20 @@ impl Synchronizer {
         let all: BTreeMap<_, _> = all
             .map(|(party, own)| (party, own.unwrap_or(outcome)))
             .collect();
-        let loaded = all.values().any(|one| matches!(one, Outcome::Synced(_)));
+        let loaded = all
+            .values()
+            .any(|one| matches!(one, SyncOutcome::Synced(_)));
         if loaded {
             trainer.synced = meeting.step;
         }
         trainer.failed = !loaded;
-        effects.push(Effect::Met(trainer.party, meeting.version, all));
+        effects.push(SyncEffect::Met(trainer.party, meeting.version, all));
     }
 
     /// Begins the meeting that the trainer waits for. If its style is fixed, all explorers of that style
     /// come, unless one that was left out of an earlier one asks. In the style driven by explorers those
     /// that ask come, if any does still; in the others, the first.
-    pub(super) fn begin_meeting(&mut self, effects: &mut Vec<Effect>) {
+    pub(super) fn begin_meeting(&mut self, effects: &mut Vec<SyncEffect>) {
         if !self.is_awaited() {
             return;
         }
@@ -60,7 +62,7 @@ impl Synchronizer {
         let ready = |style| match style {
             Style::Fixed { .. } => {
                 let mut fixed = there().filter(|one| is_fixed(one.style));
-                left_out || some && fixed.all(Explorer::is_asking)
+                left_out || some && fixed.all(ExplorerState::is_asking)
             }
             Style::ByExplorer { .. } => true,
             _ => some,
@@ -81,19 +83,19 @@ impl Synchronizer {
         }
         meeting.invited = Some(asking.iter().map(|party| (*party, None)).collect());
         if !asking.is_empty() {
-            effects.push(Effect::Meet(party, meeting.version, asking));
+            effects.push(SyncEffect::Meet(party, meeting.version, asking));
         }
     }
 
     /// Ends the meeting of which all have loaded, or failed.
-    pub(super) fn end_meeting(&mut self, effects: &mut Vec<Effect>) {
+    pub(super) fn end_meeting(&mut self, effects: &mut Vec<SyncEffect>) {
         let over = |meeting: &mut Meeting| {
             let invited = meeting.invited.as_ref();
             invited.is_some_and(|all| all.values().all(Option::is_some))
         };
         let trainer = self.trainer.as_mut();
         if let Some(meeting) = trainer.and_then(|trainer| trainer.meeting.take_if(over)) {
-            self.answer(meeting, Outcome::TrainerLeft, effects);
+            self.answer(meeting, SyncOutcome::TrainerLeft, effects);
         }
     }
 }

@@ -154,7 +154,7 @@ fn method_is_chosen_before_the_first_trainer() {
     assert!(sync.choose(Method::Direct));
     assert!(sync.choose(Method::Checkpoint));
     sync.step(
-        Event::TrainerJoined(Party(1), Epoch(1), 0, FIXED),
+        SyncEvent::TrainerJoined(Party(1), Epoch(1), 0, FIXED),
         Moment(0),
     );
     assert!(!sync.choose(Method::Memory));
@@ -170,11 +170,11 @@ fn explorer_with_a_number_that_nobody_gave_has_no_version() {
         Moment(0),
     );
     for (party, claims, has) in [(1, 3, 3), (2, 4, 0), (3, u64::MAX, 0)] {
-        let joined = Event::ExplorerJoined(Party(party), Version(claims), [0, 0], FIXED);
+        let joined = SyncEvent::ExplorerJoined(Party(party), Version(claims), [0, 0], FIXED);
         sync.step(joined, now);
         assert_eq!(sync.version(Party(party)), Some(Version(has)));
         // Nor if it says so later.
-        let loaded = Event::ExplorerLoaded(Party(1), Version(claims));
+        let loaded = SyncEvent::ExplorerLoaded(Party(1), Version(claims));
         sync.step(loaded, now);
         assert_eq!(sync.version(Party(1)), Some(Version(has)));
     }

@@ -264,7 +264,7 @@ fn tied_tensor_is_lent_once_while_tied() {
     let plain = TiedOnce::new(&model.own, &none);
     assert_eq!(
         plain
-            .plain_bytes(&layout, Asked(()))
+            .plain_bytes(&layout, CrateOnly(()))
             .map(|bytes| bytes.len()),
         Some(3)
     );

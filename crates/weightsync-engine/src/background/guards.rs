@@ -6,22 +6,22 @@ use std::sync::{RwLockReadGuard, RwLockWriteGuard};
 
 use weightsync_core::{ModelId, Run, Version};
 
-use super::hold::Held;
-use super::model_lock::{OwnedPermit, Permit};
+use super::hold::HeldModels;
+use super::model_lock::{ModelPermit, OwnedPermit};
 use crate::error::Result;
 use crate::report::only_version;
 
 /// The models to read: one whole set, that does not change while this is held.
 pub struct ModelGuard<'a, M> {
     // Dropped before the permit: the thread with the next permit finds the lock free.
-    pub(super) held: RwLockReadGuard<'a, Held<M>>,
-    pub(super) _permit: Permit<'a>,
+    pub(super) held: RwLockReadGuard<'a, HeldModels<M>>,
+    pub(super) _permit: ModelPermit<'a>,
 }
 
 /// The models to change; see [`Background::write`](super::Background::write).
 pub struct ModelGuardMut<'a, M> {
-    pub(super) held: RwLockWriteGuard<'a, Held<M>>,
-    pub(super) _permit: Permit<'a>,
+    pub(super) held: RwLockWriteGuard<'a, HeldModels<M>>,
+    pub(super) _permit: ModelPermit<'a>,
 }
 
 /// Keeps the models of a [`Background`](super::Background) as they are; see

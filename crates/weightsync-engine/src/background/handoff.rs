@@ -16,7 +16,7 @@ use crate::transport::{Interrupter, deadline};
 /// Where the thread and the worker's threads meet.
 #[derive(Debug)]
 pub(crate) struct ReceiverHandoff<B> {
-    pub(super) inner: Mutex<Inner<B>>,
+    pub(super) inner: Mutex<HandoffState<B>>,
     pub(super) changed: Condvar,
     /// The process that opened it. In a forked child there is no thread, and the
     /// lock may be held for ever.
@@ -25,7 +25,7 @@ pub(crate) struct ReceiverHandoff<B> {
 
 /// What the threads share, under the lock.
 #[derive(Debug)]
-pub(crate) struct Inner<B> {
+pub(crate) struct HandoffState<B> {
     pub(crate) shared: B,
     pub(crate) status: BackgroundStatus,
     /// The receiver, while nobody uses it.
@@ -44,7 +44,7 @@ pub(crate) struct Inner<B> {
     pub(super) gone: bool,
 }
 
-impl<B> Inner<B> {
+impl<B> HandoffState<B> {
     /// The sender has shut down, and nothing of it is left to be loaded.
     fn is_closed(&self) -> bool {
         self.status.state == BackgroundState::Closed && self.status.staged.is_empty()
@@ -57,13 +57,13 @@ impl<B> ReceiverHandoff<B> {
         self.owner.is_here()
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, Inner<B>> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, HandoffState<B>> {
         // Changed in single steps, so it holds after a panic.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The same, if nobody is at it just now.
-    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, Inner<B>>> {
+    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, HandoffState<B>>> {
         match self.inner.try_lock() {
             Ok(inner) => Some(inner),
             Err(TryLockError::Poisoned(inner)) => Some(inner.into_inner()),
@@ -78,7 +78,7 @@ impl<B> ReceiverHandoff<B> {
     }
 
     /// Changes something that the thread has to look at, and has it look.
-    pub(crate) fn notify<T>(&self, change: impl FnOnce(&mut Inner<B>) -> T) -> T {
+    pub(crate) fn notify<T>(&self, change: impl FnOnce(&mut HandoffState<B>) -> T) -> T {
         let mut inner = self.lock();
         let result = change(&mut inner);
         inner.news += 1;
@@ -92,7 +92,7 @@ impl<B> ReceiverHandoff<B> {
     }
 
     /// Changes something that only threads of the worker wait for.
-    pub(crate) fn update<T>(&self, change: impl FnOnce(&mut Inner<B>) -> T) -> T {
+    pub(crate) fn update<T>(&self, change: impl FnOnce(&mut HandoffState<B>) -> T) -> T {
         let result = change(&mut self.lock());
         self.changed.notify_all();
         result
@@ -108,7 +108,7 @@ impl<B> ReceiverHandoff<B> {
     pub(crate) fn wait<T>(
         &self,
         timeout: Option<Duration>,
-        mut look: impl FnMut(&mut Inner<B>) -> Option<T>,
+        mut look: impl FnMut(&mut HandoffState<B>) -> Option<T>,
     ) -> Result<Option<T>> {
         let until = deadline(timeout);
         let mut inner = self.lock();
@@ -137,7 +137,7 @@ impl<B> ReceiverHandoff<B> {
         // The thread goes on if this was the last that wanted it.
         self.update(|inner| inner.borrowers -= 1);
         let receiver = receiver?;
-        let mut lent = Lent {
+        let mut lent = LentReceiver {
             handoff: self,
             receiver: Some(receiver),
         };
@@ -238,9 +238,9 @@ impl<B> ReceiverHandoff<B> {
     /// [`Error::Interrupted`](crate::Error::Interrupted).
     pub(crate) fn rest<'a>(
         &'a self,
-        inner: MutexGuard<'a, Inner<B>>,
+        inner: MutexGuard<'a, HandoffState<B>>,
         left: Option<Duration>,
-    ) -> Result<MutexGuard<'a, Inner<B>>> {
+    ) -> Result<MutexGuard<'a, HandoffState<B>>> {
         if interrupt::is_due() {
             // Asked without the lock: the check may need this lock.
             drop(inner);
@@ -262,12 +262,12 @@ impl<B> ReceiverHandoff<B> {
 
 /// The receiver in the hands of a thread of the worker; it comes back to the
 /// handoff also if that panics.
-struct Lent<'a, B> {
+struct LentReceiver<'a, B> {
     handoff: &'a ReceiverHandoff<B>,
     receiver: Option<Box<Receiver>>,
 }
 
-impl<B> Drop for Lent<'_, B> {
+impl<B> Drop for LentReceiver<'_, B> {
     fn drop(&mut self) {
         let receiver = self.receiver.take();
         self.handoff.update(|inner| inner.receiver = receiver);

@@ -11,7 +11,7 @@ use weightsync_core::{ModelId, Run, Version};
 use super::SafePoints;
 use super::handoff::ReceiverHandoff;
 use super::model_lock::ModelLock;
-use super::thread::{Task, Work, message_of};
+use super::thread::{RemainingWork, ThreadTask, message_of};
 use crate::error::{Error, Result};
 use crate::load_set::SetLoader;
 use crate::receiver::Receiver;
@@ -19,14 +19,14 @@ use crate::set::SetSnapshot;
 
 /// The models, and how they are loaded.
 pub(super) struct Hold<M> {
-    pub(super) held: RwLock<Held<M>>,
+    pub(super) held: RwLock<HeldModels<M>>,
     pub(super) loaders: Box<Loaders<M>>,
 }
 
 pub(super) type Loaders<M> = dyn for<'a> Fn(&'a mut M) -> SetLoader<'a> + Send + Sync;
 
 /// The models with what they have.
-pub(super) struct Held<M> {
+pub(super) struct HeldModels<M> {
     pub(super) models: M,
     pub(super) versions: Vec<(ModelId, Version)>,
     pub(super) run: Run,
@@ -118,28 +118,28 @@ impl<M> Hold<M> {
 }
 
 /// Keeps models up to date.
-pub(super) struct Keep<M> {
+pub(super) struct KeepModels<M> {
     pub(super) hold: Arc<Hold<M>>,
     pub(super) when: SafePoints,
     /// Whether every version is to be applied.
     pub(super) every: bool,
 }
 
-impl<M: Send + Sync + 'static> Task for Keep<M> {
+impl<M: Send + Sync + 'static> ThreadTask for KeepModels<M> {
     type Shared = ModelLock;
 
     fn work(
         &mut self,
         handoff: &ReceiverHandoff<ModelLock>,
         receiver: &mut Receiver,
-    ) -> Result<Work> {
+    ) -> Result<RemainingWork> {
         let me = std::thread::current().id();
         let waits = match self.when {
             SafePoints::Declared => handoff.lock().shared.has_staged(),
             SafePoints::Implied => match enter(handoff, me, true) {
-                Entry::Nothing => false,
-                Entry::Taken => true,
-                Entry::Applying(set) => {
+                ApplyStart::Nothing => false,
+                ApplyStart::Taken => true,
+                ApplyStart::Applying(set) => {
                     // The failure is in the status. The sender knows it, if it can be reached.
                     if let Err(error) = self.hold.apply(handoff, me, receiver, set) {
                         tracing::warn!(worker = %receiver.worker(), %error, "not applied, or not reported");
@@ -149,9 +149,9 @@ impl<M: Send + Sync + 'static> Task for Keep<M> {
             },
         };
         Ok(match (waits, self.every) {
-            (false, _) => Work::Nothing,
-            (true, false) => Work::Replaceable,
-            (true, true) => Work::Full,
+            (false, _) => RemainingWork::Nothing,
+            (true, false) => RemainingWork::Replaceable,
+            (true, true) => RemainingWork::Full,
         })
     }
 
@@ -185,7 +185,7 @@ fn tell_applied(
 }
 
 /// How a thread that wants to apply what is staged finds the models.
-pub(super) enum Entry {
+pub(super) enum ApplyStart {
     Nothing,
     /// Somebody holds a guard.
     Taken,
@@ -195,17 +195,17 @@ pub(super) enum Entry {
 
 /// Comes in to apply what is staged, if nobody else is there; otherwise asks to
 /// be told, if it is to.
-pub(super) fn enter(handoff: &ReceiverHandoff<ModelLock>, me: ThreadId, ask: bool) -> Entry {
+pub(super) fn enter(handoff: &ReceiverHandoff<ModelLock>, me: ThreadId, ask: bool) -> ApplyStart {
     handoff.update(|inner| {
         // After the end nothing is applied: the models may have another receiver.
         if inner.stop || !inner.shared.has_staged() {
-            return Entry::Nothing;
+            return ApplyStart::Nothing;
         }
         match inner.shared.take_staged(me, ask.then(Instant::now)) {
-            None => Entry::Taken,
+            None => ApplyStart::Taken,
             Some(set) => {
                 inner.status.staged.clear();
-                Entry::Applying(set)
+                ApplyStart::Applying(set)
             }
         }
     })

@@ -1,6 +1,6 @@
 //! The threads that use the models, and the set that waits until no thread does.
 //!
-//! The decisions work on plain values; only [`Permit`]s wait.
+//! The decisions work on plain values; only [`ModelPermit`]s wait.
 
 use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
@@ -52,14 +52,14 @@ struct Permits {
 
 /// The access that a thread asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Access {
+pub(super) enum ModelAccess {
     Shared,
     Alone,
 }
 
 /// Whether a thread gets a permit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Admission {
+enum PermitAnswer {
     Now,
     /// Now, after the version or the writer that has been waiting for longer.
     AfterYou,
@@ -95,7 +95,7 @@ impl ModelLock {
             return None;
         }
         self.permits.version = None;
-        self.permits.enter(Access::Alone, me);
+        self.permits.enter(ModelAccess::Alone, me);
         self.staged.take()
     }
 
@@ -128,18 +128,18 @@ impl Permits {
         self.shared.iter().any(|(one, _)| *one == me)
     }
 
-    fn admits(&self, access: Access, me: ThreadId) -> Admission {
+    fn admits(&self, access: ModelAccess, me: ThreadId) -> PermitAnswer {
         let own = self.alone == Some(me);
         match access {
-            Access::Shared if own => Admission::Never,
-            Access::Alone if own || self.looks(me) => Admission::Never,
-            _ if self.alone.is_some() => Admission::Later,
-            Access::Alone if !self.shared.is_empty() => Admission::Later,
+            ModelAccess::Shared if own => PermitAnswer::Never,
+            ModelAccess::Alone if own || self.looks(me) => PermitAnswer::Never,
+            _ if self.alone.is_some() => PermitAnswer::Later,
+            ModelAccess::Alone if !self.shared.is_empty() => PermitAnswer::Later,
             // A thread that reads already would wait for itself.
-            Access::Shared if self.looks(me) => Admission::Now,
-            _ if self.version.is_some() => Admission::AfterYou,
-            Access::Shared if !self.writers.is_empty() => Admission::AfterYou,
-            _ => Admission::Now,
+            ModelAccess::Shared if self.looks(me) => PermitAnswer::Now,
+            _ if self.version.is_some() => PermitAnswer::AfterYou,
+            ModelAccess::Shared if !self.writers.is_empty() => PermitAnswer::AfterYou,
+            _ => PermitAnswer::Now,
         }
     }
 
@@ -161,10 +161,10 @@ impl Permits {
         }
     }
 
-    fn enter(&mut self, access: Access, me: ThreadId) {
+    fn enter(&mut self, access: ModelAccess, me: ThreadId) {
         match access {
-            Access::Alone => self.alone = Some(me),
-            Access::Shared => match self.shared.iter_mut().find(|(one, _)| *one == me) {
+            ModelAccess::Alone => self.alone = Some(me),
+            ModelAccess::Shared => match self.shared.iter_mut().find(|(one, _)| *one == me) {
                 Some((_, count)) => *count += 1,
                 None => self.shared.push((me, 1)),
             },
@@ -189,12 +189,12 @@ impl Permits {
 
 /// A thread's permit to use the models; dropping it gives the permit back.
 #[derive(Debug)]
-pub(super) struct Permit<'a> {
+pub(super) struct ModelPermit<'a> {
     handoff: &'a ReceiverHandoff<ModelLock>,
     me: ThreadId,
 }
 
-impl<'a> Permit<'a> {
+impl<'a> ModelPermit<'a> {
     /// Waits for a permit.
     ///
     /// # Errors
@@ -202,7 +202,7 @@ impl<'a> Permit<'a> {
     /// [`Error::GuardHeld`], [`Error::GuardsInUse`] at the timeout, [`Error::Interrupted`].
     pub(super) fn take(
         handoff: &'a ReceiverHandoff<ModelLock>,
-        access: Access,
+        access: ModelAccess,
         call: &'static str,
         timeout: Option<Duration>,
     ) -> Result<Self> {
@@ -211,7 +211,7 @@ impl<'a> Permit<'a> {
     }
 }
 
-impl Drop for Permit<'_> {
+impl Drop for ModelPermit<'_> {
     fn drop(&mut self) {
         go_out(self.handoff, self.me);
     }
@@ -232,7 +232,7 @@ impl OwnedPermit {
         handoff: &Arc<ReceiverHandoff<ModelLock>>,
         call: &'static str,
     ) -> Result<Self> {
-        let me = come_in(handoff, Access::Shared, call, None)?;
+        let me = come_in(handoff, ModelAccess::Shared, call, None)?;
         Ok(Self {
             handoff: Arc::downgrade(handoff),
             me,
@@ -248,12 +248,12 @@ impl OwnedPermit {
         let Some(mut inner) = handoff.try_lock() else {
             return Ok(None);
         };
-        match inner.shared.permits.admits(Access::Shared, me) {
-            Admission::Now => {}
-            Admission::Never => return Err(Error::GuardHeld { call }),
-            Admission::Later | Admission::AfterYou => return Ok(None),
+        match inner.shared.permits.admits(ModelAccess::Shared, me) {
+            PermitAnswer::Now => {}
+            PermitAnswer::Never => return Err(Error::GuardHeld { call }),
+            PermitAnswer::Later | PermitAnswer::AfterYou => return Ok(None),
         }
-        inner.shared.permits.enter(Access::Shared, me);
+        inner.shared.permits.enter(ModelAccess::Shared, me);
         Ok(Some(Self {
             handoff: Arc::downgrade(handoff),
             me,
@@ -272,7 +272,7 @@ impl Drop for OwnedPermit {
 /// Takes a permit for this thread.
 fn come_in(
     handoff: &ReceiverHandoff<ModelLock>,
-    access: Access,
+    access: ModelAccess,
     call: &'static str,
     timeout: Option<Duration>,
 ) -> Result<ThreadId> {
@@ -284,17 +284,17 @@ fn come_in(
     let admitted = loop {
         let permits = &mut inner.shared.permits;
         let next = match permits.admits(access, me) {
-            Admission::Now => break Ok(()),
-            Admission::Never => break Err(Error::GuardHeld { call }),
-            Admission::Later => {
-                if access == Access::Alone && writes_since.is_none() {
+            PermitAnswer::Now => break Ok(()),
+            PermitAnswer::Never => break Err(Error::GuardHeld { call }),
+            PermitAnswer::Later => {
+                if access == ModelAccess::Alone && writes_since.is_none() {
                     let now = Instant::now();
                     writes_since = Some(now);
                     permits.wait_to_write(now);
                 }
                 until
             }
-            Admission::AfterYou => {
+            PermitAnswer::AfterYou => {
                 let now = Instant::now();
                 let at = *goes_at.get_or_insert_with(|| now + courtesy(permits.waited(now)));
                 Some(until.map_or(at, |until| at.min(until)))
@@ -303,7 +303,7 @@ fn come_in(
         let left = next.map(|at| at.saturating_duration_since(Instant::now()));
         if left == Some(Duration::ZERO) {
             break match permits.admits(access, me) {
-                Admission::AfterYou => Ok(()),
+                PermitAnswer::AfterYou => Ok(()),
                 _ => Err(Error::GuardsInUse {
                     call,
                     waited: timeout.unwrap_or_default(),
@@ -379,19 +379,34 @@ mod tests {
             thread.join().unwrap()
         });
         let mut permits = Permits::default();
-        permits.enter(Access::Shared, reads);
-        assert_eq!(permits.admits(Access::Alone, writes), Admission::Later);
+        permits.enter(ModelAccess::Shared, reads);
+        assert_eq!(
+            permits.admits(ModelAccess::Alone, writes),
+            PermitAnswer::Later
+        );
         let since = Instant::now();
         permits.wait_to_write(since);
-        assert_eq!(permits.admits(Access::Shared, comes), Admission::AfterYou);
+        assert_eq!(
+            permits.admits(ModelAccess::Shared, comes),
+            PermitAnswer::AfterYou
+        );
         // The writer waits for this one.
-        assert_eq!(permits.admits(Access::Shared, reads), Admission::Now);
+        assert_eq!(
+            permits.admits(ModelAccess::Shared, reads),
+            PermitAnswer::Now
+        );
         assert_eq!(permits.waited(since + COURTESY), COURTESY);
         // A writer does not wait for itself.
         permits.leave(reads);
-        assert_eq!(permits.admits(Access::Alone, writes), Admission::Now);
+        assert_eq!(
+            permits.admits(ModelAccess::Alone, writes),
+            PermitAnswer::Now
+        );
         permits.waits_no_more(since);
-        assert_eq!(permits.admits(Access::Shared, comes), Admission::Now);
+        assert_eq!(
+            permits.admits(ModelAccess::Shared, comes),
+            PermitAnswer::Now
+        );
     }
 
     /// Explores every order in which three threads can ask, enter and leave: no thread has a permit
@@ -453,8 +468,8 @@ mod tests {
             let held = permits.holds(me);
             let changes = permits.alone == Some(me);
             let access = match what {
-                Step::Look => Access::Shared,
-                Step::Change => Access::Alone,
+                Step::Look => ModelAccess::Shared,
+                Step::Change => ModelAccess::Alone,
                 Step::Ask => {
                     permits.version = (!permits.is_empty()).then(Instant::now);
                     continue;
@@ -466,12 +481,12 @@ mod tests {
             };
             let admission = permits.admits(access, me);
             // A thread never waits for a guard of its own.
-            let never = changes || held && access == Access::Alone;
-            assert_eq!(admission == Admission::Never, never, "{path:?}");
+            let never = changes || held && access == ModelAccess::Alone;
+            assert_eq!(admission == PermitAnswer::Never, never, "{path:?}");
             if held && !never {
-                assert_eq!(admission, Admission::Now, "{path:?}");
+                assert_eq!(admission, PermitAnswer::Now, "{path:?}");
             }
-            if matches!(admission, Admission::Now | Admission::AfterYou) {
+            if matches!(admission, PermitAnswer::Now | PermitAnswer::AfterYou) {
                 permits.enter(access, me);
             }
         }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::background::BackgroundStatus;
 use crate::background::handoff::ReceiverHandoff;
-use crate::background::thread::{Follower, Task, Work, can_follow};
+use crate::background::thread::{Follower, RemainingWork, ThreadTask, can_follow};
 use crate::error::Result;
 use crate::receiver::Receiver;
 use crate::set::SetSnapshot;
@@ -38,7 +38,7 @@ impl SnapshotsInBackground {
             receiver.report_applied(first)?;
         }
         Ok(Self {
-            follower: Follower::start(receiver, first, Newest)?,
+            follower: Follower::start(receiver, first, KeepNewest)?,
         })
     }
 
@@ -93,13 +93,17 @@ impl SnapshotsInBackground {
 }
 
 /// Puts what arrives into the handoff.
-struct Newest;
+struct KeepNewest;
 
-impl Task for Newest {
+impl ThreadTask for KeepNewest {
     type Shared = Option<SetSnapshot>;
 
-    fn work(&mut self, _: &ReceiverHandoff<Self::Shared>, _: &mut Receiver) -> Result<Work> {
-        Ok(Work::Nothing)
+    fn work(
+        &mut self,
+        _: &ReceiverHandoff<Self::Shared>,
+        _: &mut Receiver,
+    ) -> Result<RemainingWork> {
+        Ok(RemainingWork::Nothing)
     }
 
     fn arrived(

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use weightsync_mem::{Error as Memory, Origin, interrupt};
 
-use super::handoff::{Inner, ReceiverHandoff};
+use super::handoff::{HandoffState, ReceiverHandoff};
 use super::status::{BackgroundState, BackgroundStatus};
 use crate::error::{Error, MemoryError, Result};
 use crate::receiver::{Followed, Receiver};
@@ -23,7 +23,7 @@ const SEARCH_LAST: Duration = Duration::from_millis(50);
 const MOST_REASONS: usize = 16;
 
 /// What is done with what arrives.
-pub(crate) trait Task: Send + 'static {
+pub(crate) trait ThreadTask: Send + 'static {
     /// What the thread and the worker's threads both see.
     type Shared: Send + 'static;
 
@@ -36,7 +36,7 @@ pub(crate) trait Task: Send + 'static {
         &mut self,
         handoff: &ReceiverHandoff<Self::Shared>,
         receiver: &mut Receiver,
-    ) -> Result<Work>;
+    ) -> Result<RemainingWork>;
 
     /// Deals with what has just been taken.
     ///
@@ -53,7 +53,7 @@ pub(crate) trait Task: Send + 'static {
 
 /// What a task still has to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Work {
+pub(crate) enum RemainingWork {
     /// Nothing.
     Nothing,
     /// Something waits for its time, and something newer may take its place.
@@ -88,11 +88,11 @@ impl<B: Send + 'static> Follower<B> {
     pub(crate) fn start(
         receiver: Receiver,
         shared: B,
-        task: impl Task<Shared = B>,
+        task: impl ThreadTask<Shared = B>,
     ) -> Result<Self> {
         let carries = receiver.scheme().capabilities().weights;
         let handoff = Arc::new(ReceiverHandoff {
-            inner: Mutex::new(Inner {
+            inner: Mutex::new(HandoffState {
                 shared,
                 status: BackgroundStatus::of(&receiver),
                 interrupter: receiver.interrupter()?,
@@ -113,7 +113,7 @@ impl<B: Send + 'static> Follower<B> {
                 let thread = std::thread::Builder::new().name("weightsync-background".into());
                 let handoff = handoff.clone();
                 let thread = thread.spawn(move || {
-                    let _gone = Gone(&handoff);
+                    let _gone = GoneOnDrop(&handoff);
                     run(&handoff, task);
                     handoff.fail();
                 });
@@ -197,9 +197,9 @@ impl<B: Send + 'static> Drop for Follower<B> {
 }
 
 /// Says at the end of the thread that it is gone.
-struct Gone<'a, B>(&'a ReceiverHandoff<B>);
+struct GoneOnDrop<'a, B>(&'a ReceiverHandoff<B>);
 
-impl<B> Drop for Gone<'_, B> {
+impl<B> Drop for GoneOnDrop<'_, B> {
     fn drop(&mut self) {
         self.0.update(|inner| inner.gone = true);
     }
@@ -207,7 +207,7 @@ impl<B> Drop for Gone<'_, B> {
 
 /// What the thread does next.
 #[derive(Clone, Debug)]
-enum Turn {
+enum NextStep {
     Again,
     /// Nothing, until there are news.
     Rest,
@@ -218,7 +218,7 @@ enum Turn {
     End,
 }
 
-fn run<T: Task>(handoff: &ReceiverHandoff<T::Shared>, mut task: T) {
+fn run<T: ThreadTask>(handoff: &ReceiverHandoff<T::Shared>, mut task: T) {
     let mut over = false;
     let mut pause = SEARCH_FIRST;
     // Whether the failure in the status is of the search.
@@ -238,37 +238,37 @@ fn run<T: Task>(handoff: &ReceiverHandoff<T::Shared>, mut task: T) {
         let (turn, state) = match done {
             Ok(turn) if over => (turn, None),
             Ok(turn) => (turn, Some(state_of(&receiver))),
-            Err(_) if over => (Turn::End, None),
+            Err(_) if over => (NextStep::End, None),
             // Only this set is lost: the next one can be received.
             Err(Error::Memory(MemoryError(
                 error @ (Memory::CorruptCommit { .. } | Memory::CorruptSet { .. }),
             ))) => {
                 let failure = Some(error.to_string());
                 handoff.update(|inner| inner.status.failure = failure);
-                (Turn::Again, None)
+                (NextStep::Again, None)
             }
             Err(Error::SenderClosed | Error::SenderDied { .. }) if receiver.restarts() => {
-                (Turn::Again, Some(state_of(&receiver)))
+                (NextStep::Again, Some(state_of(&receiver)))
             }
             Err(error) => {
                 over = true;
-                (Turn::Again, Some(end_of(error, &mut receiver)))
+                (NextStep::Again, Some(end_of(error, &mut receiver)))
             }
         };
         let hindrance = match &turn {
-            Turn::Search(hindrance) => hindrance.clone(),
+            NextStep::Search(hindrance) => hindrance.clone(),
             _ => None,
         };
         if hindrance.is_some() || hindered {
             hindered = hindrance.is_some();
             handoff.update(|inner| inner.status.failure = hindrance);
         }
-        handoff.check_in(receiver, state, matches!(turn, Turn::End));
+        handoff.check_in(receiver, state, matches!(turn, NextStep::End));
         match turn {
-            Turn::End => return,
-            Turn::Again => pause = SEARCH_FIRST,
-            Turn::Rest => handoff.rest_until_news(seen, None),
-            Turn::Search(_) => {
+            NextStep::End => return,
+            NextStep::Again => pause = SEARCH_FIRST,
+            NextStep::Rest => handoff.rest_until_news(seen, None),
+            NextStep::Search(_) => {
                 handoff.rest_until_news(seen, Some(pause));
                 pause = (pause * 2).min(SEARCH_LAST);
             }
@@ -276,22 +276,22 @@ fn run<T: Task>(handoff: &ReceiverHandoff<T::Shared>, mut task: T) {
     }
 }
 
-fn turn<T: Task>(
+fn turn<T: ThreadTask>(
     handoff: &ReceiverHandoff<T::Shared>,
     task: &mut T,
     receiver: &mut Receiver,
     logged: &mut BTreeSet<String>,
     over: bool,
-) -> Result<Turn> {
+) -> Result<NextStep> {
     let work = task.work(handoff, receiver)?;
     if over {
         return Ok(match work {
-            Work::Nothing => Turn::End,
-            Work::Replaceable | Work::Full => Turn::Rest,
+            RemainingWork::Nothing => NextStep::End,
+            RemainingWork::Replaceable | RemainingWork::Full => NextStep::Rest,
         });
     }
-    if work == Work::Full {
-        return Ok(Turn::Rest);
+    if work == RemainingWork::Full {
+        return Ok(NextStep::Rest);
     }
     let followed = match receiver.has_lost_sender() {
         false => {
@@ -305,9 +305,9 @@ fn turn<T: Task>(
     match followed? {
         Followed::Set(set) => {
             task.arrived(handoff, receiver, set)?;
-            Ok(Turn::Again)
+            Ok(NextStep::Again)
         }
-        Followed::Interrupted | Followed::NoSender(Error::Interrupted) => Ok(Turn::Again),
+        Followed::Interrupted | Followed::NoSender(Error::Interrupted) => Ok(NextStep::Again),
         Followed::NoSender(Error::NoSender { address, last, .. }) => {
             if let Some(reason) = last
                 && logged.len() < MOST_REASONS
@@ -315,9 +315,9 @@ fn turn<T: Task>(
             {
                 log_unreached(receiver, &address, &reason);
             }
-            Ok(Turn::Search(None))
+            Ok(NextStep::Search(None))
         }
-        Followed::NoSender(error) => Ok(Turn::Search(Some(error.to_string()))),
+        Followed::NoSender(error) => Ok(NextStep::Search(Some(error.to_string()))),
     }
 }
 
@@ -384,7 +384,7 @@ mod tests {
             id: [0; 16],
         };
         let handoff = Arc::new(ReceiverHandoff {
-            inner: Mutex::new(Inner {
+            inner: Mutex::new(HandoffState {
                 shared: (),
                 status: BackgroundStatus {
                     state: BackgroundState::Following,

@@ -6,7 +6,7 @@ use std::fmt;
 use weightsync_core::Layout;
 use weightsync_core::layout::{DtypeDifference, ShapeDifference};
 
-use super::plan::Plan;
+use super::plan::MappingPlan;
 use super::{Problem, Rule};
 
 /// What a mapping would do. The lists are complete.
@@ -42,7 +42,7 @@ pub struct TensorOutcome {
 
 impl DryRun {
     pub(super) fn new(rules: &[Rule], source: &Layout, target: &Layout) -> Self {
-        let plan = Plan::new(rules, source);
+        let plan = MappingPlan::new(rules, source);
         let mut run = Self {
             tensors: outcomes(&plan),
             problems: plan.problems.clone(),
@@ -92,7 +92,7 @@ impl DryRun {
     }
 }
 
-fn outcomes(plan: &Plan) -> Vec<TensorOutcome> {
+fn outcomes(plan: &MappingPlan) -> Vec<TensorOutcome> {
     let tensors = plan.source.tensors().iter();
     let mut outcomes: Vec<_> = tensors
         .map(|spec| TensorOutcome {

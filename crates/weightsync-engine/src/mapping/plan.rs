@@ -11,10 +11,10 @@ use crate::extract::is_float;
 
 /// What a mapping comes to for one layout.
 #[derive(Debug)]
-pub(super) struct Plan {
+pub(super) struct MappingPlan {
     pub(super) source: Layout,
     /// The tensors that are made, in order.
-    pub(super) targets: Vec<Target>,
+    pub(super) targets: Vec<TargetTensor>,
     /// Source tensors that are left out, each with the rule that says so.
     pub(super) dropped: Vec<(usize, usize)>,
     /// Rules that matched nothing.
@@ -26,13 +26,13 @@ pub(super) struct Plan {
 
 /// A tensor that is made.
 #[derive(Clone, Debug)]
-pub(super) struct Target {
+pub(super) struct TargetTensor {
     pub(super) name: String,
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<u64>,
     /// Where its elements come from; the pieces cover it and do not overlap.
     /// None if it is quantised.
-    pub(super) pieces: Vec<Piece>,
+    pub(super) pieces: Vec<SourcePiece>,
     /// What it is quantised from, or what its scales are of.
     pub(super) quantised: Option<Quantised>,
     /// The source tensors it was made of, also if they have no elements.
@@ -43,7 +43,7 @@ pub(super) struct Target {
 
 /// A part of a source tensor and the place it takes in a target.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Piece {
+pub(super) struct SourcePiece {
     pub(super) source: usize,
     /// The source's dimension behind each dimension of the target.
     order: Vec<usize>,
@@ -55,17 +55,17 @@ pub(super) struct Piece {
     at: Vec<u64>,
 }
 
-impl Plan {
+impl MappingPlan {
     pub(super) fn new(rules: &[Rule], source: &Layout) -> Self {
         let tensors = source.tensors().iter().enumerate();
         let mut plan = Self {
             source: source.clone(),
             targets: tensors
-                .map(|(index, spec)| Target {
+                .map(|(index, spec)| TargetTensor {
                     name: spec.name.clone(),
                     dtype: spec.dtype,
                     shape: spec.shape.clone(),
-                    pieces: vec![Piece::whole(index, &spec.shape)],
+                    pieces: vec![SourcePiece::whole(index, &spec.shape)],
                     quantised: None,
                     sources: vec![index],
                     rules: Vec::new(),
@@ -169,7 +169,7 @@ impl Plan {
     fn each(
         &mut self,
         pattern: &Pattern,
-        mut apply: impl FnMut(&mut Target, &str, &mut Vec<Problem>),
+        mut apply: impl FnMut(&mut TargetTensor, &str, &mut Vec<Problem>),
     ) -> bool {
         let mut matched = false;
         for target in &mut self.targets {
@@ -196,7 +196,7 @@ impl Plan {
                 }
             }
         }
-        let mut placed: HashMap<usize, Target> = HashMap::new();
+        let mut placed: HashMap<usize, TargetTensor> = HashMap::new();
         let mut gone = vec![false; self.targets.len()];
         for star in &stars {
             let found = &wholes[star];
@@ -289,7 +289,7 @@ impl Plan {
     }
 
     fn check_names(&mut self) {
-        let mut by_name: HashMap<&str, Vec<&Target>> = HashMap::new();
+        let mut by_name: HashMap<&str, Vec<&TargetTensor>> = HashMap::new();
         for target in &self.targets {
             by_name.entry(&target.name).or_default().push(target);
         }
@@ -312,7 +312,7 @@ impl Plan {
     }
 }
 
-impl Target {
+impl TargetTensor {
     /// The source tensor of which it is the whole or the first part, dtype aside.
     pub(super) fn as_it_is(&self) -> Option<usize> {
         let piece = self.whole()?;
@@ -320,7 +320,7 @@ impl Target {
     }
 
     /// The piece, if there is only one.
-    pub(super) fn whole(&self) -> Option<&Piece> {
+    pub(super) fn whole(&self) -> Option<&SourcePiece> {
         match &self.pieces[..] {
             [piece] if piece.shape == self.shape => Some(piece),
             _ => None,
@@ -339,7 +339,7 @@ impl Target {
     pub(super) fn write(
         &self,
         place: &mut [u8],
-        piece: &Piece,
+        piece: &SourcePiece,
         source: &TensorRef<'_>,
     ) -> Result<(), weightsync_mem::BoxedError> {
         if piece.shape.contains(&0) {
@@ -419,7 +419,7 @@ impl Target {
     }
 }
 
-impl Piece {
+impl SourcePiece {
     fn whole(source: usize, shape: &[u64]) -> Self {
         Self {
             source,
@@ -449,9 +449,9 @@ impl Piece {
 fn fused<'a>(
     rule: usize,
     name: String,
-    parts: impl Iterator<Item = &'a Target> + Clone,
+    parts: impl Iterator<Item = &'a TargetTensor> + Clone,
     dim: usize,
-) -> Result<Target, Problem> {
+) -> Result<TargetTensor, Problem> {
     if let Some(problem) = parts.clone().find_map(|part| part.after_quantising(rule)) {
         return Err(problem);
     }
@@ -518,11 +518,11 @@ fn fused<'a>(
 
 fn split(
     rule: usize,
-    target: &Target,
+    target: &TargetTensor,
     star: &str,
     into: &[(Pattern, u64)],
     dim: usize,
-) -> Result<Vec<Target>, Problem> {
+) -> Result<Vec<TargetTensor>, Problem> {
     let tensor = target.name.clone();
     if let Some(problem) = target.after_quantising(rule) {
         return Err(problem);
@@ -565,7 +565,7 @@ fn split(
     Ok(parts.collect())
 }
 
-fn packed(target: &Target) -> Option<Dtype> {
+fn packed(target: &TargetTensor) -> Option<Dtype> {
     target.dtype.bytes().is_none().then_some(target.dtype)
 }
 

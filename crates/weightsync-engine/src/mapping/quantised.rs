@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 use weightsync_core::quantise::{larger, magnitude};
 use weightsync_core::{Dtype, TensorRef};
 
-use super::plan::Target;
+use super::plan::TargetTensor;
 use super::{Problem, Quantisation};
 use crate::extract::{TensorData, is_float};
 
@@ -27,10 +27,10 @@ const TILE: u64 = 64 * 1024;
 /// What a target is quantised from.
 #[derive(Clone, Debug)]
 pub(super) struct Quantised {
-    part: Part,
+    part: QuantisedPart,
     to: Quantisation,
     /// The tensor as `F32`.
-    pub(super) from: Arc<Target>,
+    pub(super) from: Arc<TargetTensor>,
     /// The rule that quantises, from 1.
     pub(super) rule: usize,
     /// Its place among the quantised tensors of the plan.
@@ -38,7 +38,7 @@ pub(super) struct Quantised {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Part {
+enum QuantisedPart {
     Values,
     Scales,
 }
@@ -46,11 +46,11 @@ enum Part {
 /// The values of a tensor, and the tensor of their scales.
 pub(super) fn pair(
     rule: usize,
-    target: &Target,
+    target: &TargetTensor,
     to: Quantisation,
     scale: &str,
     number: usize,
-) -> Result<[Target; 2], Problem> {
+) -> Result<[TargetTensor; 2], Problem> {
     if let Some(problem) = target.after_quantising(rule) {
         return Err(problem);
     }
@@ -69,7 +69,7 @@ pub(super) fn pair(
     let made = |part, name, dtype, shape| {
         let mut rules = target.rules.clone();
         rules.push(rule);
-        Target {
+        TargetTensor {
             name,
             dtype,
             shape,
@@ -86,13 +86,13 @@ pub(super) fn pair(
         }
     };
     let values = made(
-        Part::Values,
+        QuantisedPart::Values,
         target.name.clone(),
         to.dtype(),
         target.shape.clone(),
     );
     let scales = made(
-        Part::Scales,
+        QuantisedPart::Scales,
         scale.replace("{}", &target.name),
         Dtype::F32,
         shape,
@@ -114,7 +114,7 @@ impl Quantised {
         source: &dyn Fn(usize) -> Result<TensorData<'a>, weightsync_mem::BoxedError>,
         scales: &Scales,
     ) -> Result<(), weightsync_mem::BoxedError> {
-        if self.part == Part::Scales {
+        if self.part == QuantisedPart::Scales {
             if scales.get().is_none() {
                 let made = self.all_scales(&mut Tiles::open(self, source)?)?;
                 scales.get_or_init(|| made);
@@ -175,7 +175,7 @@ impl Quantised {
     fn each_tile(
         &self,
         tiles: &mut Tiles<'_>,
-        call: &mut dyn FnMut(&Tile<'_>, &Block) -> Result<(), weightsync_mem::BoxedError>,
+        call: &mut dyn FnMut(&Tile<'_>, &ScaleBlock) -> Result<(), weightsync_mem::BoxedError>,
     ) -> Result<(), weightsync_mem::BoxedError> {
         let [rows, columns] = tiles.matrix;
         if tiles.matrices == 0 || rows == 0 || columns == 0 {
@@ -204,7 +204,7 @@ impl Quantised {
                             let scale = matrix * per_matrix
                                 + own_rows.start / block_rows * across
                                 + own_columns.start / block_columns;
-                            let block = Block {
+                            let block = ScaleBlock {
                                 scale: scale as usize,
                                 rows: own_rows.clone(),
                                 columns: own_columns,
@@ -220,14 +220,14 @@ impl Quantised {
 }
 
 /// Values of a tile that share a scale.
-struct Block {
+struct ScaleBlock {
     /// The place of their scale.
     scale: usize,
     rows: Range<u64>,
     columns: Range<u64>,
 }
 
-impl Block {
+impl ScaleBlock {
     fn width(&self) -> usize {
         (self.columns.end - self.columns.start) as usize
     }
@@ -246,12 +246,12 @@ struct Tile<'a> {
 
 impl Tile<'_> {
     /// The elements of a row of a block.
-    fn row(&self, row: u64, block: &Block) -> &[u8] {
+    fn row(&self, row: u64, block: &ScaleBlock) -> &[u8] {
         let start = (row - self.first[0]) * self.pitch + block.columns.start - self.first[1];
         &self.bytes[start as usize * 4..][..block.width() * 4]
     }
 
-    fn magnitude(&self, block: &Block) -> f32 {
+    fn magnitude(&self, block: &ScaleBlock) -> f32 {
         let rows = block.rows.clone();
         rows.fold(0.0, |known, row| {
             larger(known, magnitude(self.row(row, block)))
@@ -266,20 +266,20 @@ impl Tile<'_> {
 
 /// Reads a tensor that is quantised, a tile at a time.
 struct Tiles<'a> {
-    from: &'a Target,
+    from: &'a TargetTensor,
     matrices: u64,
     matrix: [u64; 2],
-    sources: Vec<(usize, Source<'a>)>,
+    sources: Vec<(usize, SourceTensor<'a>)>,
     buffer: Vec<u8>,
 }
 
 /// A source tensor; one behind a read is read once.
-enum Source<'a> {
+enum SourceTensor<'a> {
     Lent(TensorRef<'a>),
     Read(Dtype, Vec<u64>, Vec<u8>),
 }
 
-impl Source<'_> {
+impl SourceTensor<'_> {
     fn view(&self) -> Result<TensorRef<'_>, weightsync_mem::BoxedError> {
         match self {
             Self::Lent(tensor) => Ok(tensor.clone()),
@@ -299,18 +299,18 @@ impl<'a> Tiles<'a> {
             [matrices, rows, columns] => (matrices, [rows, columns]),
             _ => return Err("only matrices are quantised".into()),
         };
-        let mut sources: Vec<(usize, Source<'a>)> = Vec::new();
+        let mut sources: Vec<(usize, SourceTensor<'a>)> = Vec::new();
         for piece in &from.pieces {
             if sources.iter().any(|(known, _)| *known == piece.source) {
                 continue;
             }
             let held = match source(piece.source)? {
-                TensorData::InMemory(tensor) => Source::Lent(tensor),
+                TensorData::InMemory(tensor) => SourceTensor::Lent(tensor),
                 TensorData::Read { dtype, shape, read } => {
                     let bits = dtype.bits_of(shape).ok_or("the tensor is too large")?;
                     let mut bytes = vec![0; (bits / 8) as usize];
                     read(&mut bytes)?;
-                    Source::Read(dtype, shape.to_vec(), bytes)
+                    SourceTensor::Read(dtype, shape.to_vec(), bytes)
                 }
             };
             sources.push((piece.source, held));
@@ -341,12 +341,12 @@ impl<'a> Tiles<'a> {
         if let (Some(_), [(_, source)]) = (self.from.as_it_is(), &self.sources[..]) {
             // As it is may also mean its first columns, whose rows lie apart.
             let lying = match source {
-                Source::Lent(tensor)
+                SourceTensor::Lent(tensor)
                     if tensor.dtype() == Dtype::F32 && tensor.shape() == self.from.shape =>
                 {
                     tensor.contiguous_bytes()
                 }
-                Source::Read(Dtype::F32, shape, bytes) if *shape == self.from.shape => {
+                SourceTensor::Read(Dtype::F32, shape, bytes) if *shape == self.from.shape => {
                     Some(bytes.as_slice())
                 }
                 _ => None,

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use weightsync_core::{Layout, TensorRef};
 
-use super::plan::{Piece, Plan, Target};
+use super::plan::{MappingPlan, SourcePiece, TargetTensor};
 use super::quantised::Scales;
 use super::{Mapping, MappingError};
 use crate::attributes::Attributes;
@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::extract::{Extracted, TensorData, WeightExtractor};
 use crate::load::{TensorView, WeightLoader};
 use crate::snapshot::Snapshot;
-use crate::tensors::Tensor;
+use crate::tensors::OwnedTensor;
 use crate::transport::Image;
 
 /// A source seen through a mapping. What is only renamed or transposed is lent
@@ -26,7 +26,7 @@ pub struct MappedExtractor<'a, E> {
     mapping: Cow<'a, Mapping>,
     source: E,
     /// That of the layout which was last seen.
-    plan: Mutex<Option<Arc<Plan>>>,
+    plan: Mutex<Option<Arc<MappingPlan>>>,
 }
 
 impl<'a, E: WeightExtractor> MappedExtractor<'a, E> {
@@ -47,19 +47,19 @@ impl<'a, E: WeightExtractor> MappedExtractor<'a, E> {
         &self,
         is_for: impl Fn(&Layout) -> bool,
         layout: impl FnOnce() -> Result<Layout>,
-    ) -> Result<Arc<Plan>> {
+    ) -> Result<Arc<MappingPlan>> {
         // A plan is put there whole.
         let mut known = self.plan.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(plan) = known.as_ref().filter(|plan| is_for(&plan.source)) {
             return Ok(plan.clone());
         }
-        let plan = Arc::new(Plan::new(self.mapping.rules(), &layout()?));
+        let plan = Arc::new(MappingPlan::new(self.mapping.rules(), &layout()?));
         plan.layout()
             .map_err(|error| Error::extract("the whole model", error))?;
         Ok(known.insert(plan).clone())
     }
 
-    fn current(&self) -> Result<Arc<Plan>> {
+    fn current(&self) -> Result<Arc<MappingPlan>> {
         let layout = self.source.layout()?;
         self.plan(|known| *known == layout, || Ok(layout.clone()))
     }
@@ -125,8 +125,9 @@ impl<E: WeightExtractor> WeightExtractor for MappedExtractor<'_, E> {
                 .iter()
                 .filter_map(|name| plan.source.index_of(name))
                 .collect();
-            let all =
-                |target: &&Target| target.sources.iter().all(|source| indices.contains(source));
+            let all = |target: &&TargetTensor| {
+                target.sources.iter().all(|source| indices.contains(source))
+            };
             plan.targets
                 .iter()
                 .filter(all)
@@ -151,7 +152,7 @@ impl<E: WeightExtractor> WeightExtractor for MappedExtractor<'_, E> {
 pub struct MappedLoader<'a, L> {
     mapping: Cow<'a, Mapping>,
     model: L,
-    plan: Option<Arc<Plan>>,
+    plan: Option<Arc<MappingPlan>>,
     /// Whether the model takes whole versions; and the memory of the last one
     /// that was made for it, if it is free again.
     binds: bool,
@@ -179,8 +180,8 @@ impl<'a, L: WeightLoader> MappedLoader<'a, L> {
         self
     }
 
-    fn plan_for(&mut self, sent: &Layout) -> Result<Arc<Plan>> {
-        let plan = Arc::new(Plan::new(self.mapping.rules(), sent));
+    fn plan_for(&mut self, sent: &Layout) -> Result<Arc<MappingPlan>> {
+        let plan = Arc::new(MappingPlan::new(self.mapping.rules(), sent));
         let made = plan
             .layout()
             .map_err(|error| Error::load("the whole model", error))?;
@@ -236,7 +237,7 @@ impl<L: WeightLoader> WeightLoader for MappedLoader<'_, L> {
         let plan = self.plan.insert(plan);
         let scales = plan.no_scales();
         // All of it before the model loads anything: what cannot be made changes no model.
-        let made: Vec<Option<Tensor>> = (plan.targets.iter())
+        let made: Vec<Option<OwnedTensor>> = (plan.targets.iter())
             .map(|target| match unchanged(target, plan, tensors) {
                 Some(_) => Ok(None),
                 None => made(target, tensors, &scales).map(Some),
@@ -259,7 +260,7 @@ impl<L: WeightLoader> WeightLoader for MappedLoader<'_, L> {
 
 /// Lends what the plan makes of tensors that are lent.
 fn lend(
-    plan: &Plan,
+    plan: &MappingPlan,
     tensors: &[Extracted<'_>],
     take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>,
 ) -> Result<()> {
@@ -276,7 +277,7 @@ fn lend(
                 });
             }
             Box::new(move |place| {
-                let write = |piece: &Piece, source: &TensorRef<'_>, place: &mut [u8]| {
+                let write = |piece: &SourcePiece, source: &TensorRef<'_>, place: &mut [u8]| {
                     target.write(place, piece, source)
                 };
                 let mut written = target.pieces.iter().map(|piece| {
@@ -310,11 +311,15 @@ fn lend(
 }
 
 /// A tensor of its own for what is not there as it is.
-fn made(target: &Target, tensors: &[TensorView<'_>], scales: &[Scales]) -> Result<Tensor> {
+fn made(
+    target: &TargetTensor,
+    tensors: &[TensorView<'_>],
+    scales: &[Scales],
+) -> Result<OwnedTensor> {
     let failed = |error| Error::load(&target.name, error);
     let spec = Layout::new([(target.name.clone(), target.dtype, target.shape.clone())])?;
     let len = spec.payload_bytes() as usize;
-    let mut tensor = Tensor::zeros(target.dtype, target.shape.clone(), len);
+    let mut tensor = OwnedTensor::zeros(target.dtype, target.shape.clone(), len);
     let data = |source: usize| {
         let view = &tensors[source];
         TensorRef::new(view.dtype(), view.shape(), view.bytes())
@@ -337,8 +342,8 @@ fn made(target: &Target, tensors: &[TensorView<'_>], scales: &[Scales]) -> Resul
 
 /// The tensor that a target is, if it only has another name.
 fn unchanged<'a>(
-    target: &Target,
-    plan: &Plan,
+    target: &TargetTensor,
+    plan: &MappingPlan,
     tensors: &[TensorView<'a>],
 ) -> Option<TensorView<'a>> {
     let source = target.as_it_is()?;
@@ -346,7 +351,7 @@ fn unchanged<'a>(
     (spec.dtype == target.dtype && spec.shape == target.shape).then(|| tensors[source])
 }
 
-fn is_all(data: &TensorData<'_>, target: &Target) -> bool {
+fn is_all(data: &TensorData<'_>, target: &TargetTensor) -> bool {
     data.dtype() == target.dtype && data.shape() == target.shape
 }
 

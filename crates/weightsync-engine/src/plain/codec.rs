@@ -81,7 +81,7 @@ impl Plain {
     /// own; [`PlainError::TooDeep`]; [`PlainError::TooLarge`].
     pub fn decode(bytes: &[u8]) -> Result<Self, PlainError> {
         within(bytes.len())?;
-        let mut reader = Reader { bytes, offset: 0 };
+        let mut reader = PlainReader { bytes, offset: 0 };
         let value = reader.value(MAX_DEPTH)?;
         match reader.offset == bytes.len() {
             true => Ok(value),
@@ -106,7 +106,7 @@ pub(super) fn padded(encoded: &[u8], capacity: usize) -> Result<Vec<u8>, PlainEr
 
 /// The encoding in a padded form.
 pub(super) fn unpadded(bytes: &[u8]) -> Result<&[u8], PlainError> {
-    let mut reader = Reader { bytes, offset: 0 };
+    let mut reader = PlainReader { bytes, offset: 0 };
     let [format, zeros @ ..] = reader.array::<4>()?;
     if format != FORMAT {
         return Err(PlainError::UnknownFormat { got: format });
@@ -184,12 +184,12 @@ fn within(got: usize) -> Result<(), PlainError> {
     }
 }
 
-struct Reader<'a> {
+struct PlainReader<'a> {
     bytes: &'a [u8],
     offset: usize,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> PlainReader<'a> {
     fn value(&mut self, levels: usize) -> Result<Plain, PlainError> {
         let below = levels.checked_sub(1).ok_or(PlainError::TooDeep)?;
         let [tag] = self.array()?;

@@ -35,14 +35,14 @@ impl<'de> Deserialize<'de> for Plain {
         if deserializer.is_human_readable() {
             Levels(MAX_DEPTH).deserialize(deserializer)
         } else {
-            deserializer.deserialize_bytes(Encoded)
+            deserializer.deserialize_bytes(PlainVisitor)
         }
     }
 }
 
-struct Encoded;
+struct PlainVisitor;
 
-impl Visitor<'_> for Encoded {
+impl Visitor<'_> for PlainVisitor {
     type Value = Plain;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -10,12 +10,12 @@ use crate::transport::ModelSpec;
 
 /// One model of the set.
 #[derive(Clone)]
-pub(crate) struct Model {
+pub(crate) struct SetupModel {
     pub(crate) prepared: Prepared,
     pub(super) source: Option<Source>,
 }
 
-impl Model {
+impl SetupModel {
     /// The source that was registered.
     pub(crate) fn source(&self) -> Option<&dyn WeightExtractor> {
         let source = self.source.as_deref()?;

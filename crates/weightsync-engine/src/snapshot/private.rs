@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicU64;
 
 use weightsync_core::{Layout, ModelId, Version};
 
-use super::{Held, Snapshot};
+use super::{Snapshot, SnapshotMemory};
 use crate::error::Result;
 
 /// Memory with a whole version in it, that may be written in place: what models
@@ -24,19 +24,19 @@ use crate::error::Result;
 #[derive(Debug)]
 pub struct PrivateView {
     snapshot: Snapshot,
-    place: Place,
+    place: ViewMemory,
 }
 
 #[derive(Debug)]
-enum Place {
-    Slot(weightsync_mem::PrivateView),
-    Copy(Vec<Line>),
+enum ViewMemory {
+    Slot(weightsync_mem::PrivateMapping),
+    Copy(Vec<AtomicLine>),
 }
 
 /// Atomics, because they may be written through a shared reference; as wide as
 /// the image's alignment.
 #[repr(C, align(64))]
-struct Line([AtomicU64; 8]);
+struct AtomicLine([AtomicU64; 8]);
 
 /// Tensors of a version that a worker has written in place.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -102,7 +102,7 @@ impl Snapshot {
         written: impl FnOnce(Written) + Send + 'static,
     ) -> Result<PrivateView> {
         let place = match &self.held {
-            Held::Slot(slot) => {
+            SnapshotMemory::Slot(slot) => {
                 let (model, layout) = (self.model.clone(), slot.layout().clone());
                 let version = self.version();
                 let view = slot.private_with(move |tensors| {
@@ -113,9 +113,9 @@ impl Snapshot {
                         tensors: tensors.iter().map(name).collect(),
                     });
                 });
-                Place::Slot(view?)
+                ViewMemory::Slot(view?)
             }
-            Held::Own(own) => Place::Copy(lines(own.image.bytes())),
+            SnapshotMemory::Own(own) => ViewMemory::Copy(lines(own.image.bytes())),
         };
         Ok(PrivateView {
             snapshot: self.clone(),
@@ -135,8 +135,8 @@ impl PrivateView {
     /// In a forked child, if the version is in shared memory.
     pub fn as_ptr(&self) -> *mut u8 {
         match &self.place {
-            Place::Slot(view) => view.as_ptr(),
-            Place::Copy(lines) => lines.as_ptr().cast::<u8>().cast_mut(),
+            ViewMemory::Slot(view) => view.as_ptr(),
+            ViewMemory::Copy(lines) => lines.as_ptr().cast::<u8>().cast_mut(),
         }
     }
 
@@ -152,7 +152,7 @@ impl PrivateView {
 
     /// Whether nothing was copied: it shares the memory that the sender wrote.
     pub fn is_shared(&self) -> bool {
-        matches!(self.place, Place::Slot(_))
+        matches!(self.place, ViewMemory::Slot(_))
     }
 
     /// Names, dtypes, shapes and places of the tensors that travel; see
@@ -191,19 +191,19 @@ impl fmt::Display for Written {
     }
 }
 
-impl fmt::Debug for Line {
+impl fmt::Debug for AtomicLine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("..")
     }
 }
 
 /// A copy. The image is a whole number of lines.
-fn lines(image: &[u8]) -> Vec<Line> {
+fn lines(image: &[u8]) -> Vec<AtomicLine> {
     let (lines, rest) = image.as_chunks::<64>();
     debug_assert!(rest.is_empty(), "{} bytes too many", rest.len());
     let line = |line: &[u8; 64]| {
         let words = line.as_chunks::<8>().0;
-        Line(std::array::from_fn(|at| {
+        AtomicLine(std::array::from_fn(|at| {
             AtomicU64::new(u64::from_ne_bytes(words[at]))
         }))
     };

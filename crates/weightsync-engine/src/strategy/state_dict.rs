@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::extract::{Extracted, WeightExtractor};
 use crate::load::TensorView;
 use crate::plain::{ExtraState, Plain, extra_state_name, is_extra_state};
-use crate::tensors::{Element, Tensor, Tensors, typed_copy};
+use crate::tensors::{Element, OwnedTensor, Tensors, typed_copy};
 
 /// What a tensor is to its model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -51,12 +51,12 @@ pub struct StateDict<'a> {
 #[derive(Clone, Debug)]
 struct Entry<'a> {
     role: Role,
-    held: Held<'a>,
+    held: HeldTensor<'a>,
 }
 
 #[derive(Clone, Debug)]
-enum Held<'a> {
-    Own(Tensor),
+enum HeldTensor<'a> {
+    Own(OwnedTensor),
     Lent(TensorRef<'a>),
     Extra { state: ExtraState, shape: [u64; 1] },
 }
@@ -80,7 +80,7 @@ impl<'a> StateDict<'a> {
                 extra(state.map_err(|error| Error::load(&spec.name, error))?)
             } else {
                 let (shape, len) = (spec.shape.clone(), spec.range.len as usize);
-                Held::Own(Tensor::zeros(spec.dtype, shape, len))
+                HeldTensor::Own(OwnedTensor::zeros(spec.dtype, shape, len))
             };
             zeros.put(&spec.name, held);
         }
@@ -106,7 +106,7 @@ impl<'a> StateDict<'a> {
                 extra(state.map_err(|error| Error::load(name, error))?)
             } else {
                 let tensor = TensorRef::new(dtype, shape, view.bytes());
-                Held::Lent(tensor.map_err(|error| Error::load(name, error))?)
+                HeldTensor::Lent(tensor.map_err(|error| Error::load(name, error))?)
             };
             lent.put(name, held);
         }
@@ -144,8 +144,8 @@ impl<'a> StateDict<'a> {
     ) -> Result<()> {
         let shape = shape.into();
         not_kept(name, dtype, &shape)?;
-        let tensor = Tensor::new(name, dtype, shape, bytes)?;
-        self.put(name, Held::Own(tensor));
+        let tensor = OwnedTensor::new(name, dtype, shape, bytes)?;
+        self.put(name, HeldTensor::Own(tensor));
         Ok(())
     }
 
@@ -158,7 +158,7 @@ impl<'a> StateDict<'a> {
     pub fn lend(&mut self, name: &str, tensor: TensorRef<'a>) -> Result<()> {
         not_kept(name, tensor.dtype(), tensor.shape())?;
         Layout::new([(name.to_owned(), tensor.dtype(), tensor.shape().to_vec())])?;
-        self.put(name, Held::Lent(tensor));
+        self.put(name, HeldTensor::Lent(tensor));
         Ok(())
     }
 
@@ -196,7 +196,7 @@ impl<'a> StateDict<'a> {
         let name = extra_state_name(module);
         let index = self.find(&name)?;
         match &mut self.entries[index].1.held {
-            Held::Extra { state, .. } => state
+            HeldTensor::Extra { state, .. } => state
                 .set(value)
                 .map_err(|error| Error::extract(&name, error)),
             _ => Err(self.unknown(&name)),
@@ -211,7 +211,7 @@ impl<'a> StateDict<'a> {
     /// [`PlainError::Outgrown`](crate::PlainError::Outgrown) as [`Error::Extract`].
     pub fn fit_extra_states(&mut self, layout: &Layout) -> Result<()> {
         for (name, entry) in &mut self.entries {
-            let Held::Extra { state, .. } = &entry.held else {
+            let HeldTensor::Extra { state, .. } = &entry.held else {
                 continue;
             };
             let Some(spec) = layout
@@ -247,7 +247,7 @@ impl<'a> StateDict<'a> {
     /// What a tensor is to its model; `None` for extra state and unknown names.
     pub fn role(&self, name: &str) -> Option<Role> {
         let entry = &self.entries[*self.index.get(name)?].1;
-        (!matches!(entry.held, Held::Extra { .. })).then_some(entry.role)
+        (!matches!(entry.held, HeldTensor::Extra { .. })).then_some(entry.role)
     }
 
     /// The names of the parameters.
@@ -266,7 +266,7 @@ impl<'a> StateDict<'a> {
     pub fn extra_state(&self, module: &str) -> Option<&Plain> {
         let index = *self.index.get(&extra_state_name(module))?;
         match &self.entries[index].1.held {
-            Held::Extra { state, .. } => Some(state.value()),
+            HeldTensor::Extra { state, .. } => Some(state.value()),
             _ => None,
         }
     }
@@ -305,9 +305,9 @@ impl<'a> StateDict<'a> {
     pub fn into_owned(self) -> Result<StateDict<'static>> {
         let entries = self.entries.into_iter().map(|(name, entry)| {
             let held = match entry.held {
-                Held::Own(tensor) => Held::Own(tensor),
-                Held::Extra { state, shape } => Held::Extra { state, shape },
-                Held::Lent(tensor) => Held::Own(copied(&name, &tensor)?),
+                HeldTensor::Own(tensor) => HeldTensor::Own(tensor),
+                HeldTensor::Extra { state, shape } => HeldTensor::Extra { state, shape },
+                HeldTensor::Lent(tensor) => HeldTensor::Own(copied(&name, &tensor)?),
             };
             let role = entry.role;
             Ok((name, Entry { role, held }))
@@ -323,10 +323,10 @@ impl<'a> StateDict<'a> {
     pub(super) fn packed(&self) -> Result<StateDict<'_>> {
         let mut packed = self.by_reference("");
         for (name, entry) in &mut packed.entries {
-            if let Held::Lent(tensor) = &entry.held
+            if let HeldTensor::Lent(tensor) = &entry.held
                 && tensor.contiguous_bytes().is_none()
             {
-                entry.held = Held::Own(copied(name, tensor)?);
+                entry.held = HeldTensor::Own(copied(name, tensor)?);
             }
         }
         Ok(packed)
@@ -348,14 +348,14 @@ impl<'a> StateDict<'a> {
                 continue;
             };
             let held = match &entry.held {
-                Held::Extra { state, shape } => Held::Extra {
+                HeldTensor::Extra { state, shape } => HeldTensor::Extra {
                     state: state.clone(),
                     shape: *shape,
                 },
-                Held::Lent(tensor) => Held::Lent(tensor.clone()),
-                Held::Own(tensor) => {
+                HeldTensor::Lent(tensor) => HeldTensor::Lent(tensor.clone()),
+                HeldTensor::Own(tensor) => {
                     match TensorRef::new(tensor.dtype, &tensor.shape, tensor.bytes()) {
-                        Ok(tensor) => Held::Lent(tensor),
+                        Ok(tensor) => HeldTensor::Lent(tensor),
                         Err(_) => unreachable!("its length was checked when it was made"),
                     }
                 }
@@ -383,11 +383,11 @@ impl<'a> StateDict<'a> {
         for Extracted { name, data } in tensors {
             let (dtype, shape) = (data.dtype(), data.shape().to_vec());
             let spec = Layout::new([((*name).to_owned(), dtype, shape.clone())])?;
-            let mut tensor = Tensor::zeros(dtype, shape, spec.payload_bytes() as usize);
+            let mut tensor = OwnedTensor::zeros(dtype, shape, spec.payload_bytes() as usize);
             let written = data.write_into(tensor.bytes_mut(), dtype);
             written.map_err(|source| Error::extract(name, source))?;
             let held = match is_extra_state(name, dtype, &tensor.shape) {
-                false => Held::Own(tensor),
+                false => HeldTensor::Own(tensor),
                 true => {
                     let state = ExtraState::from_bytes(tensor.bytes());
                     extra(state.map_err(|error| Error::extract(name, error))?)
@@ -402,7 +402,8 @@ impl<'a> StateDict<'a> {
     /// What describes it, in one of the two forms.
     pub(super) fn described_as(&self, format: Strategy) -> Result<Attributes> {
         let extra_state = self.entries.iter();
-        let extra_state = extra_state.filter(|(_, entry)| matches!(entry.held, Held::Extra { .. }));
+        let extra_state =
+            extra_state.filter(|(_, entry)| matches!(entry.held, HeldTensor::Extra { .. }));
         Ok(Attributes::new(format)
             .with_ties(self.ties()?)?
             .with_extra_state(extra_state.map(|(name, _)| name.clone()).collect())
@@ -415,7 +416,7 @@ impl<'a> StateDict<'a> {
     }
 
     /// A new entry is a parameter; one that is replaced keeps its role.
-    fn put(&mut self, name: &str, held: Held<'a>) -> usize {
+    fn put(&mut self, name: &str, held: HeldTensor<'a>) -> usize {
         match self.index.get(name) {
             Some(&index) => {
                 self.entries[index].1.held = held;
@@ -448,23 +449,23 @@ impl<'a> StateDict<'a> {
 impl Entry<'_> {
     fn kind(&self) -> (Dtype, &[u64]) {
         match &self.held {
-            Held::Own(tensor) => (tensor.dtype, &tensor.shape),
-            Held::Lent(tensor) => (tensor.dtype(), tensor.shape()),
-            Held::Extra { shape, .. } => (Dtype::U8, shape),
+            HeldTensor::Own(tensor) => (tensor.dtype, &tensor.shape),
+            HeldTensor::Lent(tensor) => (tensor.dtype(), tensor.shape()),
+            HeldTensor::Extra { shape, .. } => (Dtype::U8, shape),
         }
     }
 
     /// The elements, if they lie side by side.
     fn bytes(&self) -> Option<&[u8]> {
         match &self.held {
-            Held::Own(tensor) => Some(tensor.bytes()),
-            Held::Lent(tensor) => tensor.contiguous_bytes(),
-            Held::Extra { state, .. } => Some(state.bytes()),
+            HeldTensor::Own(tensor) => Some(tensor.bytes()),
+            HeldTensor::Lent(tensor) => tensor.contiguous_bytes(),
+            HeldTensor::Extra { state, .. } => Some(state.bytes()),
         }
     }
 
     fn data(&self, name: &str) -> Result<TensorRef<'_>> {
-        if let Held::Lent(tensor) = &self.held {
+        if let HeldTensor::Lent(tensor) = &self.held {
             return Ok(tensor.clone());
         }
         let ((dtype, shape), bytes) = (self.kind(), self.bytes().unwrap_or_default());
@@ -477,21 +478,21 @@ impl From<Tensors> for StateDict<'_> {
     fn from(tensors: Tensors) -> Self {
         let mut weights = Self::new();
         for (name, tensor) in tensors.into_parts() {
-            weights.put(&name, Held::Own(tensor));
+            weights.put(&name, HeldTensor::Own(tensor));
         }
         weights
     }
 }
 
-fn extra(state: ExtraState) -> Held<'static> {
+fn extra(state: ExtraState) -> HeldTensor<'static> {
     let shape = [state.capacity() as u64];
-    Held::Extra { state, shape }
+    HeldTensor::Extra { state, shape }
 }
 
-fn copied(name: &str, tensor: &TensorRef<'_>) -> Result<Tensor> {
+fn copied(name: &str, tensor: &TensorRef<'_>) -> Result<OwnedTensor> {
     let failed = |error| Error::extract(name, error);
     let len = tensor.bytes_as(tensor.dtype()).map_err(failed)?;
-    let mut copy = Tensor::zeros(tensor.dtype(), tensor.shape().to_vec(), len as usize);
+    let mut copy = OwnedTensor::zeros(tensor.dtype(), tensor.shape().to_vec(), len as usize);
     tensor
         .write_into(copy.bytes_mut(), tensor.dtype())
         .map_err(failed)?;

@@ -5,12 +5,12 @@ use crate::snapshot::Snapshot;
 /// The last copies of one model's versions. Memory is fresh once: what costs
 /// several times the copy is that the system has to find and clear new pages.
 #[derive(Debug, Default)]
-pub(super) struct Copies {
+pub(super) struct KeptCopies {
     /// The last one made at the end.
     kept: Vec<Snapshot>,
 }
 
-impl Copies {
+impl KeptCopies {
     /// One for the worker to read, one for the version that comes meanwhile.
     const KEPT: usize = 2;
 

@@ -11,7 +11,7 @@ use crate::run_dir;
 
 /// Where a sender is found, and what lets a worker in.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "Wire", into = "Wire")]
+#[serde(try_from = "WireEndpoint", into = "WireEndpoint")]
 pub struct Endpoint {
     address: String,
     secret: [u8; 16],
@@ -131,14 +131,14 @@ impl fmt::Debug for Endpoint {
 /// How it travels.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Wire {
+struct WireEndpoint {
     address: String,
     secret: [u8; 16],
     restarts: bool,
     lookup: Option<String>,
 }
 
-impl From<Endpoint> for Wire {
+impl From<Endpoint> for WireEndpoint {
     fn from(endpoint: Endpoint) -> Self {
         let Endpoint {
             address,
@@ -155,10 +155,10 @@ impl From<Endpoint> for Wire {
     }
 }
 
-impl TryFrom<Wire> for Endpoint {
+impl TryFrom<WireEndpoint> for Endpoint {
     type Error = Error;
 
-    fn try_from(wire: Wire) -> Result<Self> {
+    fn try_from(wire: WireEndpoint) -> Result<Self> {
         let endpoint = Self::new(wire.address, wire.secret, wire.restarts)?;
         match wire.lookup {
             None => Ok(endpoint),

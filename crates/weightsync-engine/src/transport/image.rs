@@ -29,19 +29,19 @@ const PART: usize = 8 << 20;
 #[derive(Clone, Debug)]
 pub struct Image {
     layout: Layout,
-    memory: Room,
+    memory: ImageMemory,
 }
 
 /// Memory in which tensors are aligned for every element type.
 #[derive(Debug)]
-enum Room {
+enum ImageMemory {
     Words(Vec<u64>),
     /// In huge pages where the kernel has some: to take 1 GiB in small ones costs more than to read it
     /// from a file.
     Pages(MmapMut),
 }
 
-impl Room {
+impl ImageMemory {
     /// From so many bytes on, memory is mapped.
     const LARGE: usize = 4 << 20;
 
@@ -59,7 +59,7 @@ impl Room {
     }
 }
 
-impl Clone for Room {
+impl Clone for ImageMemory {
     fn clone(&self) -> Self {
         match self {
             Self::Words(words) => Self::Words(words.clone()),
@@ -80,7 +80,7 @@ impl Image {
     pub fn zeros(layout: &Layout) -> Self {
         Self {
             layout: layout.clone(),
-            memory: Room::new(layout.bytes() as usize),
+            memory: ImageMemory::new(layout.bytes() as usize),
         }
     }
 
@@ -126,8 +126,8 @@ impl Image {
     /// All tensors at their places, padding included.
     pub fn bytes(&self) -> &[u8] {
         match &self.memory {
-            Room::Words(words) => words.as_bytes(),
-            Room::Pages(pages) => pages,
+            ImageMemory::Words(words) => words.as_bytes(),
+            ImageMemory::Pages(pages) => pages,
         }
     }
 
@@ -214,8 +214,8 @@ impl Image {
     /// padding included: [`clear_padding`](Self::clear_padding) afterwards.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         match &mut self.memory {
-            Room::Words(words) => words.as_mut_bytes(),
-            Room::Pages(pages) => pages,
+            ImageMemory::Words(words) => words.as_mut_bytes(),
+            ImageMemory::Pages(pages) => pages,
         }
     }
 }

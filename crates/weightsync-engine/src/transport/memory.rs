@@ -7,7 +7,9 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use weightsync_core::{ModelId, SenderStatus};
-use weightsync_mem::{AttachOptions, Deadline, Delivery, Listener, Reader, Resume, check_sharing};
+use weightsync_mem::{
+    AttachOptions, Deadline, Delivery, Listener, Resume, SegmentReader, check_sharing,
+};
 
 pub use self::attached::{Attached, Handoff};
 pub use self::segment::Segment;
@@ -18,9 +20,9 @@ use crate::transport::{
 };
 
 /// What the local schemes have in common.
-pub(crate) struct Memory;
+pub(crate) struct LocalMemory;
 
-impl Memory {
+impl LocalMemory {
     pub(crate) fn place(models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
         Endpoint::fresh(models, run_dir)
     }
@@ -77,10 +79,10 @@ impl Memory {
             resume: Resume::default(),
         };
         let reader = match at.lookup() {
-            None => Reader::attach(&options, deadline)?,
+            None => SegmentReader::attach(&options, deadline)?,
             Some(file) => {
                 let mut attempts = 0;
-                let attached = Reader::attach_by(&options, deadline, || {
+                let attached = SegmentReader::attach_by(&options, deadline, || {
                     attempts += 1;
                     // The first attempt has found nobody.
                     if attempts == 2
@@ -130,7 +132,7 @@ mod tests {
             attributes: Attributes::default(),
         });
         let ids = models.clone().map(|model| model.id);
-        let at = Memory::place(&ids, None).unwrap();
+        let at = LocalMemory::place(&ids, None).unwrap();
         let opening = Opening {
             at: &at,
             run: Run {
@@ -147,7 +149,7 @@ mod tests {
             },
             history: &Arc::new(SendHistory::new("shared-mem", at.address(), &models)),
         };
-        let mut sender = Memory::open(&opening, 0).unwrap();
+        let mut sender = LocalMemory::open(&opening, 0).unwrap();
         // In another order than the sender has them.
         let joining = Joining {
             worker: WorkerId(0),
@@ -158,7 +160,8 @@ mod tests {
             wait: WaitStyle::default(),
             single_attempt: false,
         };
-        let mut worker = Memory::join(&at, &joining, (Delivery::Newest, false), soon()).unwrap();
+        let mut worker =
+            LocalMemory::join(&at, &joining, (Delivery::Newest, false), soon()).unwrap();
         for (sent, applied) in [(0, [1, 0]), (1, [1, 1]), (1, [1, 2])] {
             let staging = sender.stage(&[sent], soon()).unwrap();
             staging.publish(&Targets::All).unwrap();

@@ -40,7 +40,7 @@ pub use self::capabilities::Capabilities;
 pub use self::endpoint::Endpoint;
 pub use self::image::Image;
 pub use self::interrupter::Interrupter;
-pub(crate) use self::memory::Memory;
+pub(crate) use self::memory::LocalMemory;
 pub use self::memory::{Attached, Handoff, Segment};
 pub use self::none::NoSync;
 pub use self::random::random;

@@ -19,7 +19,7 @@ const MAX_GREETING: usize = 64;
 
 /// What a frame is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum PipeFrameKind {
     /// The first frame to a worker: who it is and what its limits are.
     Greeting = 1,
     /// The second frame to a worker: the init bytes.
@@ -28,7 +28,7 @@ pub(super) enum Kind {
     User = 3,
 }
 
-impl TryFrom<u8> for Kind {
+impl TryFrom<u8> for PipeFrameKind {
     type Error = PipeFault;
 
     fn try_from(kind: u8) -> Result<Self, PipeFault> {
@@ -69,16 +69,16 @@ impl Greeting {
         // A flat struct of integers always has a postcard form, and a short one.
         let payload = postcard::to_stdvec(self).unwrap_or_default();
         [
-            &header(Kind::Greeting, payload.len() as u32)[..],
+            &header(PipeFrameKind::Greeting, payload.len() as u32)[..],
             &payload,
-            &header(Kind::Init, init_len),
+            &header(PipeFrameKind::Init, init_len),
         ]
         .concat()
     }
 }
 
 /// The header of a frame whose payload has `len` bytes.
-pub(super) fn header(kind: Kind, len: u32) -> [u8; HEADER] {
+pub(super) fn header(kind: PipeFrameKind, len: u32) -> [u8; HEADER] {
     let [a, b, c, d] = len.to_le_bytes();
     [a, b, c, d, kind as u8]
 }
@@ -91,7 +91,7 @@ pub(super) struct FrameAssembler {
     max_frame: usize,
     header: [u8; HEADER],
     /// Set once the header is whole; the payload is allocated then, after the length was checked.
-    kind: Option<Kind>,
+    kind: Option<PipeFrameKind>,
     payload: Vec<u8>,
     /// Bytes present of whichever part is being filled.
     filled: usize,
@@ -124,19 +124,22 @@ impl FrameAssembler {
 
     /// Takes note that the first `read` bytes of [`missing`](Self::missing) are there, and returns
     /// the frame they complete, if any.
-    pub(super) fn advance(&mut self, read: usize) -> Result<Option<(Kind, Vec<u8>)>, PipeFault> {
+    pub(super) fn advance(
+        &mut self,
+        read: usize,
+    ) -> Result<Option<(PipeFrameKind, Vec<u8>)>, PipeFault> {
         self.filled += read;
         if self.kind.is_none() {
             if self.filled < HEADER {
                 return Ok(None);
             }
             let [a, b, c, d, kind] = self.header;
-            let kind = Kind::try_from(kind)?;
+            let kind = PipeFrameKind::try_from(kind)?;
             let len = u32::from_le_bytes([a, b, c, d]) as usize;
             // The greeting is what says how long the others may be.
             let max = match kind {
-                Kind::Greeting => MAX_GREETING,
-                Kind::Init | Kind::User => self.max_frame,
+                PipeFrameKind::Greeting => MAX_GREETING,
+                PipeFrameKind::Init | PipeFrameKind::User => self.max_frame,
             };
             if len > max {
                 return Err(PipeFault::FrameTooLong { len, max });
@@ -167,7 +170,7 @@ mod tests {
         bytes: &[u8],
         step: usize,
         max_frame: usize,
-    ) -> (Vec<(Kind, Vec<u8>)>, Option<PipeFault>) {
+    ) -> (Vec<(PipeFrameKind, Vec<u8>)>, Option<PipeFault>) {
         let mut assembler = FrameAssembler::new(max_frame);
         let (mut frames, mut rest) = (Vec::new(), bytes);
         while !rest.is_empty() {
@@ -184,7 +187,7 @@ mod tests {
         (frames, None)
     }
 
-    fn frame(kind: Kind, payload: &[u8]) -> Vec<u8> {
+    fn frame(kind: PipeFrameKind, payload: &[u8]) -> Vec<u8> {
         let mut bytes = header(kind, payload.len() as u32).to_vec();
         bytes.extend_from_slice(payload);
         bytes
@@ -193,11 +196,11 @@ mod tests {
     #[test]
     fn frames_come_out_whole_however_they_were_cut() {
         let sent = [
-            (Kind::Greeting, vec![7; 10]),
-            (Kind::Init, vec![]),
-            (Kind::User, vec![1; 1000]),
-            (Kind::User, vec![]),
-            (Kind::User, vec![2; 3]),
+            (PipeFrameKind::Greeting, vec![7; 10]),
+            (PipeFrameKind::Init, vec![]),
+            (PipeFrameKind::User, vec![1; 1000]),
+            (PipeFrameKind::User, vec![]),
+            (PipeFrameKind::User, vec![2; 3]),
         ];
         let bytes: Vec<u8> = sent
             .iter()
@@ -215,7 +218,7 @@ mod tests {
         let mut assembler = FrameAssembler::new(10);
         assembler
             .missing()
-            .copy_from_slice(&header(Kind::User, u32::MAX));
+            .copy_from_slice(&header(PipeFrameKind::User, u32::MAX));
         let fault = PipeFault::FrameTooLong {
             len: u32::MAX as usize,
             max: 10,
@@ -223,7 +226,7 @@ mod tests {
         assert_eq!(assembler.advance(HEADER), Err(fault));
         assert_eq!(assembler.payload.capacity(), 0);
 
-        let greeting = frame(Kind::Greeting, &[0; MAX_GREETING + 1]);
+        let greeting = frame(PipeFrameKind::Greeting, &[0; MAX_GREETING + 1]);
         let (frames, fault) = assemble(&greeting, 100, usize::MAX);
         assert_eq!(frames, []);
         assert!(matches!(

@@ -4,7 +4,7 @@
 //! run again, which finds its end of the pipe with [`current`]:
 //!
 //! ```standalone_crate
-//! use weightsync::worker::{self, Event, Spawn};
+//! use weightsync::worker::{Event, Spawn, self};
 //!
 //! fn main() -> Result<(), Box<dyn std::error::Error>> {
 //!     // In a worker: before anything else.
@@ -72,7 +72,7 @@ const MARK: &str = "WEIGHTSYNC_WORKER";
 #[cfg(feature = "fuzz")]
 #[doc(hidden)]
 pub mod fuzz {
-    use super::frame::{FrameAssembler, Greeting, Kind, header};
+    use super::frame::{FrameAssembler, Greeting, PipeFrameKind, header};
 
     /// Frames of at most 64 KiB from whatever bytes come, in pieces of any size.
     pub fn frames(bytes: &[u8]) -> usize {
@@ -89,7 +89,7 @@ pub mod fuzz {
                 Ok(None) => {}
                 Ok(Some((kind, payload))) => {
                     frames += 1;
-                    if kind == Kind::Greeting {
+                    if kind == PipeFrameKind::Greeting {
                         let _ = Greeting::parse(&payload);
                     }
                 }
@@ -111,7 +111,7 @@ pub mod fuzz {
         };
         let mut bytes = greeting.frame_before_init(3);
         bytes.extend_from_slice(b"abc");
-        bytes.extend_from_slice(&header(Kind::User, 5));
+        bytes.extend_from_slice(&header(PipeFrameKind::User, 5));
         bytes.extend_from_slice(b"frame");
         bytes
     }

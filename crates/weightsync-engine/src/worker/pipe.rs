@@ -9,7 +9,7 @@ use rustix::net::{
 };
 
 use super::error::{PipeFault, WorkerError};
-use super::frame::{FrameAssembler, Kind};
+use super::frame::{FrameAssembler, PipeFrameKind};
 use super::system;
 
 /// Two connected ends; both close on exec.
@@ -25,9 +25,9 @@ pub(super) fn pair() -> Result<(OwnedFd, OwnedFd), WorkerError> {
 
 /// What an attempt to read brought.
 #[derive(Debug)]
-pub(super) enum Read {
+pub(super) enum PipeRead {
     /// A whole frame.
-    Frame(Kind, Vec<u8>),
+    Frame(PipeFrameKind, Vec<u8>),
     /// Nothing more for now.
     Pending,
     /// The other end is closed and everything it sent has been read.
@@ -35,20 +35,23 @@ pub(super) enum Read {
 }
 
 /// Reads until `assembler` has a frame, or nothing more can be read.
-pub(super) fn read(socket: impl AsFd, assembler: &mut FrameAssembler) -> Result<Read, PipeFault> {
+pub(super) fn read(
+    socket: impl AsFd,
+    assembler: &mut FrameAssembler,
+) -> Result<PipeRead, PipeFault> {
     loop {
         match recv(&socket, assembler.missing(), RecvFlags::DONTWAIT) {
-            Ok((_, 0)) => return Ok(Read::Disconnected),
+            Ok((_, 0)) => return Ok(PipeRead::Disconnected),
             Ok((_, read)) => {
                 if let Some((kind, payload)) = assembler.advance(read)? {
-                    return Ok(Read::Frame(kind, payload));
+                    return Ok(PipeRead::Frame(kind, payload));
                 }
             }
             Err(Errno::INTR) => {}
-            Err(Errno::AGAIN) => return Ok(Read::Pending),
+            Err(Errno::AGAIN) => return Ok(PipeRead::Pending),
             // ECONNRESET: closed with unread data of ours. Nothing else can happen to a socket
             // pair that would leave it usable.
-            Err(_) => return Ok(Read::Disconnected),
+            Err(_) => return Ok(PipeRead::Disconnected),
         }
     }
 }
@@ -92,35 +95,35 @@ mod tests {
     fn a_frame_larger_than_the_socket_arrives_in_turns() {
         let (ours, theirs) = pair().expect("a socket pair");
         let payload: Vec<u8> = (0..1_000_000_u32).map(|i| (i % 251) as u8).collect();
-        let header = header(Kind::User, payload.len() as u32);
+        let header = header(PipeFrameKind::User, payload.len() as u32);
         let mut assembler = FrameAssembler::new(payload.len());
         let (mut done, mut turns) = (0, 0);
         let frame = loop {
             done = write(&ours, &header, &payload, done).expect("the other end is open");
             turns += 1;
             match read(&theirs, &mut assembler).expect("no fault") {
-                Read::Frame(kind, frame) => break (kind, frame),
-                Read::Pending => assert!(done < HEADER + payload.len()),
-                Read::Disconnected => panic!("the other end is open"),
+                PipeRead::Frame(kind, frame) => break (kind, frame),
+                PipeRead::Pending => assert!(done < HEADER + payload.len()),
+                PipeRead::Disconnected => panic!("the other end is open"),
             }
         };
         assert!(turns > 1, "the socket took everything at once");
-        assert_eq!(frame, (Kind::User, payload));
+        assert_eq!(frame, (PipeFrameKind::User, payload));
     }
 
     #[test]
     fn pipe_close_arrives_after_all_frames() {
         let (ours, theirs) = pair().expect("a socket pair");
-        write(&ours, &header(Kind::User, 1), &[5], 0).expect("the other end is open");
+        write(&ours, &header(PipeFrameKind::User, 1), &[5], 0).expect("the other end is open");
         drop(ours);
         let mut assembler = FrameAssembler::new(1);
         assert!(
-            matches!(read(&theirs, &mut assembler), Ok(Read::Frame(Kind::User, frame)) if frame == [5])
+            matches!(read(&theirs, &mut assembler), Ok(PipeRead::Frame(PipeFrameKind::User, frame)) if frame == [5])
         );
         assert!(matches!(
             read(&theirs, &mut assembler),
-            Ok(Read::Disconnected)
+            Ok(PipeRead::Disconnected)
         ));
-        assert!(write(&theirs, &header(Kind::User, 0), &[], 0).is_err());
+        assert!(write(&theirs, &header(PipeFrameKind::User, 0), &[], 0).is_err());
     }
 }

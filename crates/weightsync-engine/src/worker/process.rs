@@ -16,9 +16,9 @@ use serde::de::DeserializeOwned;
 use weightsync_mem::interrupt;
 
 use super::error::{PipeFault, WorkerError};
-use super::frame::{FrameAssembler, Greeting, Kind, header};
-use super::pipe::{self, Read};
-use super::wait::{Ended, Owner, Waker, deadline, lock, wait, wait_or_interrupt};
+use super::frame::{FrameAssembler, Greeting, PipeFrameKind, header};
+use super::pipe::{self, PipeRead};
+use super::wait::{Owner, WaitEnd, Waker, deadline, lock, wait, wait_or_interrupt};
 use super::{MARK, spawn, system};
 
 /// The running program, also when its file has been replaced or removed.
@@ -38,7 +38,7 @@ pub(super) const FRAME_COST: usize = 64;
 /// * [`WorkerError::AlreadyTaken`] when called a second time;
 /// * [`WorkerError::Peer`] when the trainer speaks another version of the pipe.
 pub fn current() -> Result<Option<WorkerProcess>, WorkerError> {
-    let Some(mark) = Mark::of_this_process() else {
+    let Some(mark) = WorkerMark::of_this_process() else {
         return Ok(None);
     };
     if TAKEN.load(Ordering::Acquire) {
@@ -65,7 +65,7 @@ pub fn current() -> Result<Option<WorkerProcess>, WorkerError> {
 /// It can be shared between threads. The process ends with the trainer also after this is dropped.
 #[derive(Debug)]
 pub struct WorkerProcess {
-    shared: Arc<Shared>,
+    shared: Arc<SharedPipe>,
     greeting: Greeting,
     init: Vec<u8>,
     /// Held for the length of a send: frames never mix.
@@ -119,7 +119,7 @@ impl WorkerProcess {
     pub fn send(&self, frame: &[u8]) -> Result<(), WorkerError> {
         self.owner.check()?;
         spawn::check_len(frame.len(), self.greeting.max_frame)?;
-        let header = header(Kind::User, frame.len() as u32);
+        let header = header(PipeFrameKind::User, frame.len() as u32);
         let total = header.len() + frame.len();
         let socket = &self.shared.socket;
         let mut rest = lock(&self.sending);
@@ -190,8 +190,8 @@ impl WorkerProcess {
             let place = (&self.shared.state, &self.shared.changed);
             state = match wait_or_interrupt(place, state, deadline) {
                 Ok(state) => state,
-                Err((_, Ended::Deadline)) => return Ok(None),
-                Err((_, Ended::Interrupted)) => {
+                Err((_, WaitEnd::Deadline)) => return Ok(None),
+                Err((_, WaitEnd::Interrupted)) => {
                     return Err(WorkerError::Interrupted { begun: false });
                 }
             };
@@ -210,7 +210,7 @@ impl WorkerProcess {
         let socket = take_stdin()?;
         system::restore_process_name();
 
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SharedPipe {
             state: Mutex::default(),
             changed: Condvar::new(),
             waker: Waker::new()?,
@@ -254,7 +254,7 @@ impl WorkerProcess {
 /// Refuses to go on in a worker that has not taken its pipe: it would do what its trainer does,
 /// and start workers that do the same.
 pub(super) fn refuse_if_not_taken() -> Result<(), WorkerError> {
-    match Mark::of_this_process() {
+    match WorkerMark::of_this_process() {
         Some(mark) if !TAKEN.load(Ordering::Acquire) && mark.is_on_stdin() => {
             Err(WorkerError::NotTaken)
         }
@@ -268,12 +268,12 @@ static TAKEN: AtomicBool = AtomicBool::new(false);
 /// The [`MARK`] a trainer puts on its workers. It goes down to their children as well, whose
 /// standard input is another file: the inode tells them apart.
 #[derive(Debug, PartialEq, Eq)]
-struct Mark {
+struct WorkerMark {
     inode: u64,
     trainer: u32,
 }
 
-impl Mark {
+impl WorkerMark {
     fn of_this_process() -> Option<Self> {
         Self::parse(&std::env::var(MARK).ok()?)
     }
@@ -295,15 +295,15 @@ impl Mark {
 
 /// What the lifeline thread and the callers share.
 #[derive(Debug)]
-struct Shared {
-    state: Mutex<State>,
+struct SharedPipe {
+    state: Mutex<PipeState>,
     changed: Condvar,
     waker: Waker,
     socket: OwnedFd,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct PipeState {
     /// The greeting and the init bytes, until taken.
     welcome: Option<(Greeting, Vec<u8>)>,
     queue: VecDeque<Vec<u8>>,
@@ -317,7 +317,7 @@ struct State {
 
 /// The thread that reads the pipe, and ends the process with it.
 struct Lifeline {
-    shared: Arc<Shared>,
+    shared: Arc<SharedPipe>,
     /// A pidfd of the trainer, where it is our parent and alive. It covers the case that another
     /// process has inherited the trainer's end of the pipe through a fork, and holds it open.
     trainer: Option<OwnedFd>,
@@ -326,7 +326,7 @@ struct Lifeline {
 }
 
 /// Why the lifeline thread stopped reading.
-enum End {
+enum PipeEnd {
     /// The pipe was closed: the process may take its grace.
     Disconnected,
     /// The trainer broke the rules of the pipe.
@@ -343,19 +343,19 @@ impl Lifeline {
         let end = self.read_to_the_end();
         let mut state = lock(&self.shared.state);
         state.closed = true;
-        if let End::Fault(fault) = end {
+        if let PipeEnd::Fault(fault) = end {
             state.fault = Some(fault);
         }
         drop(state);
         self.shared.changed.notify_all();
-        if !matches!(end, End::Orphaned) {
+        if !matches!(end, PipeEnd::Orphaned) {
             // The process normally ends while this sleeps.
             thread::sleep(self.grace);
         }
         end_this_process();
     }
 
-    fn read_to_the_end(&mut self) -> End {
+    fn read_to_the_end(&mut self) -> PipeEnd {
         let mut assembler = FrameAssembler::new(0);
         let mut greeting = None;
         let mut disconnected = false;
@@ -370,28 +370,28 @@ impl Lifeline {
             };
             if !room {
                 match self.sleep(system::HANG_UP) {
-                    Some(End::Disconnected) => disconnected = true,
+                    Some(PipeEnd::Disconnected) => disconnected = true,
                     Some(end) => return end,
                     None => {}
                 }
                 continue;
             }
             let (kind, payload) = match pipe::read(&self.shared.socket, &mut assembler) {
-                Ok(Read::Frame(kind, payload)) => (kind, payload),
-                Ok(Read::Disconnected) => return End::Disconnected,
-                Ok(Read::Pending) => match self.sleep(PollFlags::IN | system::HANG_UP) {
+                Ok(PipeRead::Frame(kind, payload)) => (kind, payload),
+                Ok(PipeRead::Disconnected) => return PipeEnd::Disconnected,
+                Ok(PipeRead::Pending) => match self.sleep(PollFlags::IN | system::HANG_UP) {
                     // Frames that the worker sent before it disconnected are still to be read.
-                    Some(End::Disconnected) => {
+                    Some(PipeEnd::Disconnected) => {
                         disconnected = true;
                         continue;
                     }
                     None => continue,
                     Some(end) => return end,
                 },
-                Err(fault) => return End::Fault(fault),
+                Err(fault) => return PipeEnd::Fault(fault),
             };
             match (kind, greeting) {
-                (Kind::Greeting, None) => match Greeting::parse(&payload) {
+                (PipeFrameKind::Greeting, None) => match Greeting::parse(&payload) {
                     Ok(parsed) => {
                         self.grace = Duration::from_millis(parsed.grace_ms);
                         self.queue_bytes =
@@ -399,28 +399,28 @@ impl Lifeline {
                         assembler.set_max_frame(parsed.max_frame as usize);
                         greeting = Some((parsed, false));
                     }
-                    Err(fault) => return End::Fault(fault),
+                    Err(fault) => return PipeEnd::Fault(fault),
                 },
-                (Kind::Init, Some((parsed, false))) => {
+                (PipeFrameKind::Init, Some((parsed, false))) => {
                     greeting = Some((parsed, true));
                     lock(&self.shared.state).welcome = Some((parsed, payload));
                     self.shared.changed.notify_all();
                 }
-                (Kind::User, Some((_, true))) => {
+                (PipeFrameKind::User, Some((_, true))) => {
                     let mut state = lock(&self.shared.state);
                     state.queued += payload.len() + FRAME_COST;
                     state.queue.push_back(payload);
                     drop(state);
                     self.shared.changed.notify_all();
                 }
-                (kind, _) => return End::Fault(PipeFault::OutOfTurn { kind: kind as u8 }),
+                (kind, _) => return PipeEnd::Fault(PipeFault::OutOfTurn { kind: kind as u8 }),
             }
         }
     }
 
     /// Sleeps until the socket has one of `events`, the callers made room, or the end has come.
-    fn sleep(&self, events: PollFlags) -> Option<End> {
-        let Shared { socket, waker, .. } = &*self.shared;
+    fn sleep(&self, events: PollFlags) -> Option<PipeEnd> {
+        let SharedPipe { socket, waker, .. } = &*self.shared;
         let mut fds = vec![
             PollFd::new(socket, events),
             PollFd::new(waker, PollFlags::IN),
@@ -434,17 +434,17 @@ impl Lifeline {
             Err(Errno::INTR) => return None,
             Err(error) => {
                 tracing::error!(%error, "the trainer cannot be watched any more: this worker ends");
-                return Some(End::Blind);
+                return Some(PipeEnd::Blind);
             }
         }
         let ready = |index: usize| fds.get(index).map_or(PollFlags::empty(), PollFd::revents);
         if !ready(2).is_empty() {
-            return Some(End::Orphaned);
+            return Some(PipeEnd::Orphaned);
         }
         waker.clear();
         ready(0)
             .intersects(PollFlags::HUP | system::HANG_UP | PollFlags::ERR)
-            .then_some(End::Disconnected)
+            .then_some(PipeEnd::Disconnected)
     }
 }
 
@@ -486,11 +486,11 @@ mod tests {
 
     #[test]
     fn a_mark_is_read_exactly() {
-        let mark = Mark {
+        let mark = WorkerMark {
             inode: 12,
             trainer: 7,
         };
-        assert_eq!(Mark::parse("12:7"), Some(mark));
+        assert_eq!(WorkerMark::parse("12:7"), Some(mark));
         for wrong in [
             "",
             ":",
@@ -502,7 +502,7 @@ mod tests {
             "12:99999999999",
             "a:b",
         ] {
-            assert_eq!(Mark::parse(wrong), None, "{wrong}");
+            assert_eq!(WorkerMark::parse(wrong), None, "{wrong}");
         }
     }
 

@@ -35,12 +35,12 @@ pub(super) fn wait<'a, T>(
     Ok(guard)
 }
 
-/// As [`wait`], and [`Ended::Interrupted`] if this thread's check says so.
+/// As [`wait`], and [`WaitEnd::Interrupted`] if this thread's check says so.
 pub(super) fn wait_or_interrupt<'a, T>(
     (mutex, changed): (&'a Mutex<T>, &Condvar),
     guard: MutexGuard<'a, T>,
     deadline: Option<Instant>,
-) -> Result<MutexGuard<'a, T>, (MutexGuard<'a, T>, Ended)> {
+) -> Result<MutexGuard<'a, T>, (MutexGuard<'a, T>, WaitEnd)> {
     if interrupt::is_due() {
         // Asked without the lock; then the caller looks again.
         drop(guard);
@@ -48,14 +48,14 @@ pub(super) fn wait_or_interrupt<'a, T>(
         let guard = lock(mutex);
         return match asked {
             Ok(()) => Ok(guard),
-            Err(_) => Err((guard, Ended::Interrupted)),
+            Err(_) => Err((guard, WaitEnd::Interrupted)),
         };
     }
     let slice = self::deadline(interrupt::slice(None));
     let until = [deadline, slice].into_iter().flatten().min();
     match wait(changed, guard, until) {
         Err(guard) if deadline.is_some_and(|at| at <= Instant::now()) => {
-            Err((guard, Ended::Deadline))
+            Err((guard, WaitEnd::Deadline))
         }
         Ok(guard) | Err(guard) => Ok(guard),
     }
@@ -63,7 +63,7 @@ pub(super) fn wait_or_interrupt<'a, T>(
 
 /// What ended a wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Ended {
+pub(super) enum WaitEnd {
     Deadline,
     Interrupted,
 }

@@ -16,13 +16,13 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::error::{PipeFault, WorkerError};
 use super::exit::{Exit, StderrTail};
-use super::frame::{FrameAssembler, Greeting, Kind, PIPE_VERSION};
-use super::pipe::{self, Read};
+use super::frame::{FrameAssembler, Greeting, PIPE_VERSION, PipeFrameKind};
+use super::pipe::{self, PipeRead};
 use super::process::FRAME_COST;
 use super::spawn::{Launched, Restart, Spawn, StderrLine};
 use super::system;
 use super::wait::lock;
-use super::workers::{Link, RestartRequest, Shared};
+use super::workers::{ProcessLink, RestartRequest, WorkerGroup};
 
 /// Frames read from one worker before the others get their turn.
 const FRAMES_PER_TURN: usize = 32;
@@ -38,11 +38,11 @@ const STDERR_CHUNK: usize = 16 * 1024;
 const LAST_WAIT: Duration = Duration::from_secs(1);
 
 pub(super) struct Watcher {
-    shared: Arc<Shared>,
+    shared: Arc<WorkerGroup>,
     spawn: Spawn,
     on_stderr_line: Option<StderrLine>,
     inits: Vec<Arc<[u8]>>,
-    running: Vec<Option<Running>>,
+    running: Vec<Option<RunningProcess>>,
     /// Restarts that wait for the death of the process before.
     awaited: Vec<Option<RestartRequest>>,
     /// How often the restart policy has acted, by worker.
@@ -51,9 +51,9 @@ pub(super) struct Watcher {
 }
 
 /// One process and what is being read from it.
-struct Running {
+struct RunningProcess {
     child: Child,
-    link: Link,
+    link: ProcessLink,
     assembler: FrameAssembler,
     /// Its socket is still read: neither at its end nor given up.
     reading: bool,
@@ -72,7 +72,7 @@ enum Ready {
 }
 
 impl Watcher {
-    pub(super) fn new(shared: Arc<Shared>, mut spawn: Spawn, inits: Vec<Arc<[u8]>>) -> Self {
+    pub(super) fn new(shared: Arc<WorkerGroup>, mut spawn: Spawn, inits: Vec<Arc<[u8]>>) -> Self {
         let count = inits.len();
         Self {
             shared,
@@ -261,15 +261,15 @@ impl Watcher {
         let mut cost = 0;
         while running.reading && frames.len() < max && cost < room {
             match pipe::read(&*running.link.socket, &mut running.assembler) {
-                Ok(Read::Frame(Kind::User, frame)) => {
+                Ok(PipeRead::Frame(PipeFrameKind::User, frame)) => {
                     cost += frame.len() + FRAME_COST;
                     frames.push(frame);
                 }
-                Ok(Read::Frame(kind, _)) => {
+                Ok(PipeRead::Frame(kind, _)) => {
                     running.condemn(PipeFault::OutOfTurn { kind: kind as u8 });
                 }
-                Ok(Read::Pending) => break,
-                Ok(Read::Disconnected) => running.reading = false,
+                Ok(PipeRead::Pending) => break,
+                Ok(PipeRead::Disconnected) => running.reading = false,
                 Err(fault) => running.condemn(fault),
             }
         }
@@ -389,7 +389,11 @@ impl Watcher {
     }
 
     /// Starts a worker's process. Nobody sees it before [`enrol`](Self::enrol).
-    fn launch(&mut self, worker: usize, init: Option<Arc<[u8]>>) -> Result<Running, WorkerError> {
+    fn launch(
+        &mut self,
+        worker: usize,
+        init: Option<Arc<[u8]>>,
+    ) -> Result<RunningProcess, WorkerError> {
         if let Some(init) = init {
             self.inits[worker] = init;
         }
@@ -399,8 +403,8 @@ impl Watcher {
             socket,
             stderr,
         } = self.spawn.launch(worker)?;
-        Ok(Running {
-            link: Link {
+        Ok(RunningProcess {
+            link: ProcessLink {
                 pid: child.id(),
                 pidfd: Arc::new(pidfd),
                 socket: Arc::new(socket),
@@ -416,7 +420,7 @@ impl Watcher {
 
     /// Makes a new process the worker's, with its greeting and init bytes as the first thing to be
     /// sent, and returns its id.
-    fn enrol(&mut self, worker: usize, running: Running) -> u32 {
+    fn enrol(&mut self, worker: usize, running: RunningProcess) -> u32 {
         let greeting = Greeting {
             version: PIPE_VERSION,
             index: worker as u32,
@@ -473,7 +477,7 @@ impl Drop for Watcher {
     }
 }
 
-impl Running {
+impl RunningProcess {
     /// Gives up a worker that broke the rules of the pipe.
     fn condemn(&mut self, fault: PipeFault) {
         self.fault = Some(fault);

@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 
 use super::error::WorkerError;
 use super::exit::Exit;
-use super::frame::{Kind, header};
+use super::frame::{PipeFrameKind, header};
 use super::pipe;
 use super::process::FRAME_COST;
 use super::spawn::{Spawn, check_len};
 use super::system;
-use super::wait::{Ended, Owner, Waker, deadline, lock, wait, wait_or_interrupt};
+use super::wait::{Owner, WaitEnd, Waker, deadline, lock, wait, wait_or_interrupt};
 use super::watch::Watcher;
 
 /// How long a process may take to die of SIGKILL. Only an uninterruptible wait in the kernel
@@ -39,7 +39,7 @@ pub enum Event {
 /// timeout. A forked copy of the trainer cannot use it: calls fail with
 /// [`WorkerError::Forked`] or find no worker, and dropping it there does nothing.
 pub struct Workers {
-    shared: Arc<Shared>,
+    shared: Arc<WorkerGroup>,
     watcher: Mutex<Option<JoinHandle<()>>>,
     count: usize,
     max_frame: u32,
@@ -94,12 +94,12 @@ impl Workers {
         check_len(frame.len(), self.max_frame)?;
         let deadline = deadline(timeout);
         let too_late = |ended, begun| match ended {
-            Ended::Deadline => WorkerError::SendTimeout {
+            WaitEnd::Deadline => WorkerError::SendTimeout {
                 worker,
                 waited: timeout.unwrap_or_default(),
                 begun,
             },
-            Ended::Interrupted => WorkerError::Interrupted { begun },
+            WaitEnd::Interrupted => WorkerError::Interrupted { begun },
         };
         let place = (&self.shared.state, &self.shared.changed);
 
@@ -114,7 +114,7 @@ impl Workers {
                 .map_err(|(_, ended)| too_late(ended, false))?;
         };
 
-        let header = header(Kind::User, frame.len() as u32);
+        let header = header(PipeFrameKind::User, frame.len() as u32);
         let done = pipe::write(&*link.socket, &header, frame, 0)
             .map_err(|_| state.slots[worker].gone(worker))?;
         if done == header.len() + frame.len() {
@@ -268,7 +268,7 @@ impl Workers {
                 .slots
                 .iter()
                 .filter_map(|slot| slot.link.as_ref())
-                .for_each(Link::kill);
+                .for_each(ProcessLink::kill);
             state = self.until_none_runs(state, deadline(Some(DEATH)));
         }
         state.abandoned = true;
@@ -294,10 +294,10 @@ impl Workers {
     pub(super) fn start(spawn: Spawn, inits: Vec<Arc<[u8]>>) -> Result<Self, WorkerError> {
         let count = spawn.worker_count();
         let (max_frame, grace) = (spawn.max_frame, spawn.grace);
-        let shared = Arc::new(Shared {
-            state: Mutex::new(State {
-                slots: (0..count).map(|_| Slot::default()).collect(),
-                ..State::default()
+        let shared = Arc::new(WorkerGroup {
+            state: Mutex::new(GroupState {
+                slots: (0..count).map(|_| WorkerSlot::default()).collect(),
+                ..GroupState::default()
             }),
             changed: Condvar::new(),
             waker: Waker::new()?,
@@ -331,9 +331,9 @@ impl Workers {
 
     fn until_none_runs<'a>(
         &'a self,
-        mut state: MutexGuard<'a, State>,
+        mut state: MutexGuard<'a, GroupState>,
         deadline: Option<Instant>,
-    ) -> MutexGuard<'a, State> {
+    ) -> MutexGuard<'a, GroupState> {
         while state.running() > 0 && !state.finished {
             state = match wait(&self.shared.changed, state, deadline) {
                 Ok(state) => state,
@@ -371,15 +371,15 @@ impl fmt::Debug for Workers {
 }
 
 /// What the callers and the watching thread share.
-pub(super) struct Shared {
-    pub(super) state: Mutex<State>,
+pub(super) struct WorkerGroup {
+    pub(super) state: Mutex<GroupState>,
     pub(super) changed: Condvar,
     pub(super) waker: Waker,
 }
 
 #[derive(Default)]
-pub(super) struct State {
-    pub(super) slots: Vec<Slot>,
+pub(super) struct GroupState {
+    pub(super) slots: Vec<WorkerSlot>,
     pub(super) events: VecDeque<(usize, Event)>,
     pub(super) requests: Vec<RestartRequest>,
     /// How many callers wait for a restart.
@@ -392,7 +392,7 @@ pub(super) struct State {
     pub(super) finished: bool,
 }
 
-impl State {
+impl GroupState {
     fn running(&self) -> usize {
         self.slots.iter().filter(|slot| slot.link.is_some()).count()
     }
@@ -419,7 +419,7 @@ impl State {
     }
 
     /// The way to a worker's process, if it can be sent to.
-    fn link(&self, worker: usize) -> Result<Link, WorkerError> {
+    fn link(&self, worker: usize) -> Result<ProcessLink, WorkerError> {
         if self.closing || self.finished {
             return Err(WorkerError::ShutDown);
         }
@@ -433,9 +433,9 @@ impl State {
 
 /// One worker, as the callers see it.
 #[derive(Default)]
-pub(super) struct Slot {
+pub(super) struct WorkerSlot {
     /// Its process, from the start until it has been reaped.
-    pub(super) link: Option<Link>,
+    pub(super) link: Option<ProcessLink>,
     /// It has closed its end of the pipe.
     pub(super) disconnected: bool,
     /// It was killed on request.
@@ -452,7 +452,7 @@ pub(super) struct Slot {
     pub(super) exit: Option<Exit>,
 }
 
-impl Slot {
+impl WorkerSlot {
     fn gone(&self, worker: usize) -> WorkerError {
         // While a process is there, `exit` is that of the one before.
         let exit = self.exit.as_ref().filter(|_| self.link.is_none());
@@ -465,13 +465,13 @@ impl Slot {
 
 /// The way to a running process.
 #[derive(Clone)]
-pub(super) struct Link {
+pub(super) struct ProcessLink {
     pub(super) pid: u32,
     pub(super) pidfd: Arc<OwnedFd>,
     pub(super) socket: Arc<OwnedFd>,
 }
 
-impl Link {
+impl ProcessLink {
     pub(super) fn kill(&self) {
         // Fails when the process has ended already, which is what the caller wants.
         let _ = system::kill(&self.pidfd);

@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use weightsync_core::{Dtype, Epoch, Layout, Level, Run, Targets, WorkerId};
 
 use super::*;
-use crate::model::ModelSpec;
-use crate::reader::{AttachOptions, Reader};
+use crate::model::ModelDescription;
+use crate::reader::{AttachOptions, SegmentReader};
 use crate::wait::WaitStyle;
 use crate::wire::Delivery;
-use crate::writer::{SegmentOptions, Writer};
+use crate::writer::{SegmentOptions, SegmentWriter};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -18,12 +18,12 @@ fn soon() -> Deadline {
 }
 
 /// A sender of a model that is large, and a worker.
-fn pair(options: SegmentOptions) -> (Writer, Reader) {
+fn pair(options: SegmentOptions) -> (SegmentWriter, SegmentReader) {
     static LAST: AtomicU64 = AtomicU64::new(0);
     let number = LAST.fetch_add(1, Ordering::Relaxed);
     let address = format!("weightsync-grow-{}-{number}", std::process::id());
     let tensors = [("weight".to_owned(), Dtype::U8, vec![LARGE as u64])];
-    let model = ModelSpec {
+    let model = ModelDescription {
         layout: Layout::new(tensors).unwrap(),
         note: Vec::new(),
     };
@@ -31,7 +31,7 @@ fn pair(options: SegmentOptions) -> (Writer, Reader) {
         epoch: Epoch(1),
         id: [1; 16],
     };
-    let writer = Writer::create(&address, [2; 16], run, &[model], options).unwrap();
+    let writer = SegmentWriter::create(&address, [2; 16], run, &[model], options).unwrap();
     let attach = AttachOptions {
         address,
         secret: [2; 16],
@@ -44,17 +44,17 @@ fn pair(options: SegmentOptions) -> (Writer, Reader) {
         instance: 0,
         resume: Default::default(),
     };
-    let reader = Reader::attach(&attach, soon()).unwrap();
+    let reader = SegmentReader::attach(&attach, soon()).unwrap();
     (writer, reader)
 }
 
-fn send(writer: &mut Writer) -> crate::Publication {
+fn send(writer: &mut SegmentWriter) -> crate::Publication {
     let staging = writer.stage(&[0], soon()).unwrap();
     staging.publish(&Targets::All).unwrap()
 }
 
 /// Until no slot is being made.
-fn rest(writer: &Writer) {
+fn rest(writer: &SegmentWriter) {
     let shared = &writer.shared;
     let idle = || {
         let state = shared.state();

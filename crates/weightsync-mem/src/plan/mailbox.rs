@@ -7,16 +7,16 @@ use weightsync_core::{Version, WorkerId};
 
 use super::desired::Desired;
 use super::records::Records;
-use super::{Disposition, Step};
+use super::{Disposition, PageChange};
 use crate::protocol::{Live, SlotSet};
-use crate::set::{ModelSet, Models};
+use crate::set::{ModelMask, ModelSet};
 use crate::wire::{Delivery, Want};
 
 /// One reader's mailbox.
 #[derive(Debug)]
 pub(super) struct Mailbox {
     pub(super) joined: u64,
-    pub(super) models: Models,
+    pub(super) models: ModelMask,
     pub(super) delivery: Delivery,
     /// The record that its live word names.
     pub(super) live: Option<u8>,
@@ -26,21 +26,21 @@ pub(super) struct Mailbox {
     pub(super) head: u64,
     /// The sets that wait for room in the mailbox, oldest first; at most one for a reader that
     /// wants only the newest.
-    pub(super) waiting: VecDeque<Waiting>,
+    pub(super) waiting: VecDeque<WaitingSet>,
     /// The newest sequence number that the reader was notified of.
     pub(super) notified: u64,
-    pub(super) asks: Asks,
+    pub(super) asks: QuestionState,
     /// The reader is not notified of anything more.
     pub(super) shut: bool,
 }
 
 /// A reader's question, and its answer.
 #[derive(Debug, Default)]
-pub(super) struct Asks {
+pub(super) struct QuestionState {
     /// The open question and its number, if no answer exists yet.
     pub(super) wanted: Option<(u64, Want)>,
     /// The question and its answer, which waits for a free record.
-    pub(super) owed: Option<(u64, Waiting)>,
+    pub(super) owed: Option<(u64, WaitingSet)>,
     /// The last answered question, and the record that holds the answer.
     pub(super) answer: Option<(u64, u8)>,
     /// The newest sequence number of an answer.
@@ -50,7 +50,7 @@ pub(super) struct Asks {
 }
 
 #[derive(Debug)]
-pub(super) struct Waiting {
+pub(super) struct WaitingSet {
     pub(super) sequence: u64,
     pub(super) set: ModelSet,
 }
@@ -63,11 +63,11 @@ pub(super) struct Notifier<'a> {
     pub(super) in_use: SlotSet,
     /// The record of the default set, once it exists.
     pub(super) default: Option<u8>,
-    pub(super) steps: &'a mut Vec<Step>,
+    pub(super) steps: &'a mut Vec<PageChange>,
 }
 
 impl<'a> Notifier<'a> {
-    pub(super) fn new(in_use: SlotSet, steps: &'a mut Vec<Step>) -> Self {
+    pub(super) fn new(in_use: SlotSet, steps: &'a mut Vec<PageChange>) -> Self {
         Self {
             sequence: 0,
             in_use,
@@ -150,7 +150,7 @@ impl Mailbox {
         let span = notifier.span(sequence);
         let Some(record) = records.provide(span, set, &mut notifier.in_use, notifier.steps) else {
             let set = set.only(self.models);
-            self.asks.owed = Some((question, Waiting { sequence, set }));
+            self.asks.owed = Some((question, WaitingSet { sequence, set }));
             return;
         };
         self.asks.owed = None;
@@ -158,7 +158,7 @@ impl Mailbox {
         let before = self.asks.answer.replace((question, record));
         records.release(before.map(|(_, record)| record));
         self.asks.notified = sequence;
-        notifier.steps.push(Step::Answer {
+        notifier.steps.push(PageChange::Answer {
             key: (worker, self.joined),
             live: Live { sequence, record },
             question,
@@ -213,7 +213,7 @@ impl Mailbox {
             Delivery::Newest | Delivery::Asked => self.waiting.clear(),
         }
         let set = set.only(self.models);
-        self.waiting.push_back(Waiting { sequence, set });
+        self.waiting.push_back(WaitingSet { sequence, set });
         Disposition::Waiting
     }
 
@@ -224,7 +224,7 @@ impl Mailbox {
         notifier: &mut Notifier<'_>,
     ) {
         while self.has_queue_space()
-            && let Some(Waiting { sequence, set }) = self.waiting.front()
+            && let Some(WaitingSet { sequence, set }) = self.waiting.front()
             && let span = notifier.span(*sequence)
             && let Some(record) = records.provide(span, set, &mut notifier.in_use, notifier.steps)
         {
@@ -235,7 +235,7 @@ impl Mailbox {
             self.waiting.pop_front();
             self.put(worker, live, records, notifier);
         }
-        if let Some((question, Waiting { sequence, set })) = self.asks.owed.take() {
+        if let Some((question, WaitingSet { sequence, set })) = self.asks.owed.take() {
             self.answer(worker, (question, sequence), &set, records, notifier);
         }
     }
@@ -294,14 +294,14 @@ impl Mailbox {
         match self.delivery {
             Delivery::Every { .. } => {
                 self.queue.push_back(live.record);
-                notifier.steps.push(Step::Push { key, live });
+                notifier.steps.push(PageChange::Push { key, live });
             }
             Delivery::Newest | Delivery::Asked => {
                 // A newer set replaces one that still waits.
                 self.waiting
                     .retain(|waiting| waiting.sequence > live.sequence);
                 records.release(self.live.replace(live.record));
-                notifier.steps.push(Step::Flip { key, live });
+                notifier.steps.push(PageChange::Flip { key, live });
             }
         }
     }
@@ -313,7 +313,7 @@ impl Mailbox {
 }
 
 /// Whether a set, reduced to the reader's models, satisfies its question.
-pub(super) fn satisfies(set: &ModelSet, mine: Models, want: Want) -> bool {
+pub(super) fn satisfies(set: &ModelSet, mine: ModelMask, want: Want) -> bool {
     let version = |model| {
         set.entry(model)
             .map_or(Version::NONE, |entry| entry.version)

@@ -6,8 +6,8 @@ use weightsync_core::{Targets, Version, WorkerId};
 
 use super::mailbox::Mailbox;
 #[cfg(test)]
-use super::mailbox::Waiting;
-use super::{Key, Lend, Model, Plan, Published, SlotsExhausted, Step};
+use super::mailbox::WaitingSet;
+use super::{Key, Lend, ModelSlots, PageChange, Plan, PublicationPlan, SlotsExhausted};
 use crate::protocol::{MAX_SLOTS, SlotSet};
 use crate::set::{ModelSet, SetEntry};
 use crate::wire::Delivery;
@@ -20,7 +20,7 @@ impl Plan {
         let waiting = self.waiting_mailboxes().flat_map(Mailbox::waiting_sets);
         let waiting = waiting.filter_map(|set| set.entry(model));
         let held = waiting.fold(needed, |all, entry| all.with(entry.slot));
-        let Model { slots, lent, .. } = &mut self.models[model];
+        let ModelSlots { slots, lent, .. } = &mut self.models[model];
         if let Some(slot) = held.union(*lent).union(pinned).first_free(*slots) {
             *lent = lent.with(slot);
             return Lend::Slot(slot);
@@ -86,8 +86,8 @@ impl Plan {
         written: &[(usize, u8)],
         targets: &Targets,
         record_pins: SlotSet,
-        steps: &mut Vec<Step>,
-    ) -> Result<Published, SlotsExhausted> {
+        steps: &mut Vec<PageChange>,
+    ) -> Result<PublicationPlan, SlotsExhausted> {
         let mut update = ModelSet::EMPTY;
         for &(model, slot) in written {
             let version = self.next_version(model);
@@ -134,7 +134,7 @@ impl Plan {
                 }
             }
         }
-        Ok(Published {
+        Ok(PublicationPlan {
             sequence: self.sequence,
             versions: update
                 .iter()
@@ -146,7 +146,7 @@ impl Plan {
     }
 
     /// Moves mailboxes that wait to the sets they should be on, as far as there is room.
-    pub(crate) fn deliver(&mut self, record_pins: SlotSet, steps: &mut Vec<Step>) {
+    pub(crate) fn deliver(&mut self, record_pins: SlotSet, steps: &mut Vec<PageChange>) {
         if !self.anything_waits() {
             return;
         }
@@ -183,7 +183,7 @@ impl Plan {
     /// Whether the publication still waits for room at this reader.
     #[cfg(test)]
     pub(crate) fn waits(&self, key: Key, sequence: u64) -> bool {
-        let waits = |waiting: &Waiting, mailbox: &Mailbox| match mailbox.delivery {
+        let waits = |waiting: &WaitingSet, mailbox: &Mailbox| match mailbox.delivery {
             Delivery::Every { .. } => waiting.sequence == sequence,
             // A newer complete set replaces all before it.
             Delivery::Newest | Delivery::Asked => waiting.sequence >= sequence,

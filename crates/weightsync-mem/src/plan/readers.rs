@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, VecDeque};
 
 use weightsync_core::WorkerId;
 
-use super::mailbox::{Asks, Mailbox, satisfies};
-use super::{Answer, Key, Plan, Removed, Step};
+use super::mailbox::{Mailbox, QuestionState, satisfies};
+use super::{Answer, Key, PageChange, Plan, Removed};
 use crate::protocol::SlotSet;
-use crate::set::{ModelSet, Models};
+use crate::set::{ModelMask, ModelSet};
 use crate::wire::{Delivery, MAX_KNOWN, Want};
 
 impl Plan {
@@ -23,10 +23,10 @@ impl Plan {
     pub(crate) fn join(
         &mut self,
         ((worker, joined), had): (Key, u64),
-        models: Models,
+        models: ModelMask,
         delivery: Delivery,
         record_pins: SlotSet,
-        steps: &mut Vec<Step>,
+        steps: &mut Vec<PageChange>,
     ) {
         let mut notifier = self.notifier(record_pins, steps);
         let mailbox = Mailbox {
@@ -38,7 +38,7 @@ impl Plan {
             head: 0,
             waiting: VecDeque::new(),
             notified: had.min(self.sequence),
-            asks: Asks::default(),
+            asks: QuestionState::default(),
             shut: false,
         };
         let before = self.mailboxes.insert(worker, mailbox);
@@ -58,7 +58,7 @@ impl Plan {
         sequence: u64,
         set: &ModelSet,
         record_pins: SlotSet,
-        steps: &mut Vec<Step>,
+        steps: &mut Vec<PageChange>,
     ) -> bool {
         let mut notifier = self.notifier(record_pins, steps);
         let Some(mailbox) = open_mailbox(&mut self.mailboxes, key) else {
@@ -77,7 +77,7 @@ impl Plan {
         (question, sequence): (u64, u64),
         set: &ModelSet,
         record_pins: SlotSet,
-        steps: &mut Vec<Step>,
+        steps: &mut Vec<PageChange>,
     ) -> bool {
         let mut notifier = self.notifier(record_pins, steps);
         let Some(mailbox) = open_mailbox(&mut self.mailboxes, key) else {
@@ -134,7 +134,7 @@ impl Plan {
         question: u64,
         want: Want,
         record_pins: SlotSet,
-        steps: &mut Vec<Step>,
+        steps: &mut Vec<PageChange>,
     ) -> Answer {
         let Some(mailbox) = self.mailbox_mut(key).filter(|mailbox| !mailbox.shut) else {
             return Answer::Gone;
@@ -201,7 +201,7 @@ impl Plan {
     /// Removes answers that their readers no longer need, so that slots and records come free; true
     /// if there was one. Used when [`lend`](Self::lend) finds no slot, before growing or waiting,
     /// and when no record is free.
-    pub(crate) fn clear_taken(&mut self, steps: &mut Vec<Step>) -> bool {
+    pub(crate) fn clear_taken(&mut self, steps: &mut Vec<PageChange>) -> bool {
         let before = steps.len();
         for (worker, mailbox) in &mut self.mailboxes {
             let asks = &mut mailbox.asks;
@@ -209,7 +209,7 @@ impl Plan {
             if let Some((_, record)) = asks.answer.take_if(over) {
                 self.records.release([record]);
                 let key = (*worker, mailbox.joined);
-                steps.push(Step::Clear { key });
+                steps.push(PageChange::Clear { key });
             }
         }
         steps.len() > before

@@ -3,7 +3,7 @@
 use crate::protocol::{MAX_RECORDS, SlotSet};
 use crate::set::{ModelSet, SetRecord};
 
-use super::Step;
+use super::PageChange;
 
 /// What was last written into each record. A record that nothing refers to keeps its content until
 /// it is written again.
@@ -80,7 +80,7 @@ impl Records {
         (since, sequence): (u64, u64),
         set: &ModelSet,
         in_use: &mut SlotSet,
-        steps: &mut Vec<Step>,
+        steps: &mut Vec<PageChange>,
     ) -> Option<u8> {
         let written = (0..MAX_RECORDS as u8).find(|&record| {
             let written = self.sequences[usize::from(record)];
@@ -92,7 +92,7 @@ impl Records {
                 let record = in_use.first_free(self.count)?;
                 self.sequences[usize::from(record)] = sequence;
                 self.sets[usize::from(record)] = *set;
-                steps.push(Step::Write { record });
+                steps.push(PageChange::Write { record });
                 record
             }
         };

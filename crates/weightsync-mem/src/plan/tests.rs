@@ -7,13 +7,18 @@ use weightsync_core::Targets;
 
 use super::*;
 use crate::protocol::MAX_RECORDS;
-use crate::set::Models;
+use crate::set::ModelMask;
 use crate::wire::Want;
 
-const ALL: Models = Models::ALL;
+const ALL: ModelMask = ModelMask::ALL;
 
 /// Joins a reader; gives its key and the steps.
-fn join(plan: &mut Plan, worker: u32, models: Models, delivery: Delivery) -> (Key, Vec<Step>) {
+fn join(
+    plan: &mut Plan,
+    worker: u32,
+    models: ModelMask,
+    delivery: Delivery,
+) -> (Key, Vec<PageChange>) {
     let mut steps = Vec::new();
     let key = (WorkerId(worker), 1);
     plan.join((key, 0), models, delivery, SlotSet::default(), &mut steps);
@@ -33,7 +38,11 @@ fn lend(plan: &mut Plan, model: usize, max_slots: u8) -> u8 {
 }
 
 /// Publishes one version of each of these models.
-fn send(plan: &mut Plan, models: &[usize], targets: &Targets) -> (Published, Vec<Step>) {
+fn send(
+    plan: &mut Plan,
+    models: &[usize],
+    targets: &Targets,
+) -> (PublicationPlan, Vec<PageChange>) {
     let slot = |&model: &usize| (model, lend(plan, model, 2));
     let written: Vec<_> = models.iter().map(slot).collect();
     let mut steps = Vec::new();
@@ -45,7 +54,7 @@ fn to(workers: &[u32]) -> Targets {
     Targets::Workers(workers.iter().copied().map(WorkerId).collect())
 }
 
-fn ask(plan: &mut Plan, key: Key, want: Want) -> (Answer, Vec<Step>) {
+fn ask(plan: &mut Plan, key: Key, want: Want) -> (Answer, Vec<PageChange>) {
     let mut steps = Vec::new();
     let answer = plan.ask(key, 1, want, SlotSet::default(), &mut steps);
     (answer, steps)
@@ -53,11 +62,11 @@ fn ask(plan: &mut Plan, key: Key, want: Want) -> (Answer, Vec<Step>) {
 
 /// The versions (0: none) of models 0 and 1 that the last step for this reader
 /// puts it on.
-fn shown(plan: &Plan, key: Key, steps: &[Step]) -> Option<[u64; 2]> {
+fn shown(plan: &Plan, key: Key, steps: &[PageChange]) -> Option<[u64; 2]> {
     let record = steps.iter().rev().find_map(|step| match step {
-        Step::Flip { key: one, live }
-        | Step::Push { key: one, live }
-        | Step::Answer { key: one, live, .. }
+        PageChange::Flip { key: one, live }
+        | PageChange::Push { key: one, live }
+        | PageChange::Answer { key: one, live, .. }
             if *one == key =>
         {
             Some(live.record)
@@ -80,10 +89,10 @@ fn record_serves_every_mailbox_of_the_same_set() {
     let (published, steps) = send(&mut plan, &[0, 1], &Targets::All);
     let writes = steps
         .iter()
-        .filter(|step| matches!(step, Step::Write { .. }));
+        .filter(|step| matches!(step, PageChange::Write { .. }));
     assert_eq!(writes.count(), 1);
     assert!(
-        matches!(steps[0], Step::Write { .. }),
+        matches!(steps[0], PageChange::Write { .. }),
         "written before it is named"
     );
     for key in &keys {
@@ -103,8 +112,8 @@ fn record_serves_every_mailbox_of_the_same_set() {
 #[test]
 fn publication_reaches_readers_of_its_models() {
     let mut plan = Plan::new([2; 2], 0);
-    let (first, _) = join(&mut plan, 0, Models(1), Delivery::Newest);
-    let (second, _) = join(&mut plan, 1, Models(2), Delivery::Newest);
+    let (first, _) = join(&mut plan, 0, ModelMask(1), Delivery::Newest);
+    let (second, _) = join(&mut plan, 1, ModelMask(2), Delivery::Newest);
     let (published, steps) = send(&mut plan, &[1], &Targets::All);
     assert_eq!(published.dispositions, [(second, Disposition::Notified)]);
     assert_eq!(shown(&plan, first, &steps), None);
@@ -175,7 +184,7 @@ fn record_taken_off_a_mailbox_is_not_written_at_once() {
         plan.release(&workers, SlotSet::default(), &mut steps);
         let mut written = SlotSet::default();
         for step in &steps {
-            if let Step::Write { record } = step {
+            if let PageChange::Write { record } = step {
                 assert!(!on.contains(*record), "record {record}, in {steps:?}");
                 written = written.with(*record);
             }
@@ -354,7 +363,7 @@ fn not_everybody_may_ask_for_everything() {
     send(&mut plan, &[0, 1], &Targets::All);
     let (model, version) = (1, Version(1));
     let want = Want::Exactly { model, version };
-    let (key, _) = join(&mut plan, 0, Models(1), Delivery::Newest);
+    let (key, _) = join(&mut plan, 0, ModelMask(1), Delivery::Newest);
     assert_eq!(ask(&mut plan, key, want).0, Answer::NotAllowed);
     let (key, _) = join(&mut plan, 1, ALL, Delivery::Every { bound: 2 });
     assert_eq!(ask(&mut plan, key, Want::Newest).0, Answer::NotAllowed);
@@ -385,7 +394,7 @@ fn answered_set_frees_its_slots_once_taken() {
     assert_eq!(decided, Lend::Grow { needed: true });
     plan.observe(key, 0, 1);
     assert!(plan.clear_taken(&mut steps));
-    assert_eq!(steps, [Step::Clear { key }]);
+    assert_eq!(steps, [PageChange::Clear { key }]);
     assert_eq!(plan.lend(0, SlotSet::default(), 2), Lend::Slot(0));
 }
 
@@ -460,7 +469,7 @@ fn repeated_pulls_of_one_set_take_one_record() {
         for _ in 0..3 {
             let (answer, steps) = ask(&mut plan, key, Want::Newest);
             assert_eq!(answer, Answer::Notified);
-            let Some(Step::Answer { live, .. }) = steps.last() else {
+            let Some(PageChange::Answer { live, .. }) = steps.last() else {
                 panic!("{steps:?}")
             };
             assert_eq!(live.record, 0);

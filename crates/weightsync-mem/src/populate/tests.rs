@@ -50,7 +50,7 @@ fn no_page_comes_before_forks_and_cores_are_barred() {
         }
     }
     let file = making.join().unwrap();
-    let peer = Mapping::of_peer(file.fd.as_fd(), len).unwrap();
+    let peer = MemoryMap::of_peer(file.fd.as_fd(), len).unwrap();
     let all = smaps(NAME);
     assert_eq!(all.len(), 2, "{all:?}");
     for smap in all {
@@ -67,8 +67,8 @@ fn a_large_mapping_has_huge_pages_if_there_are_any() {
     const NAME: &str = "weightsync-test-huge";
     let len = 4 * HUGE_PAGE + 3 * 4096;
     let file = OwnedFile::new(NAME, len).unwrap();
-    let peer = Mapping::of_peer(file.fd.as_fd(), len).unwrap();
-    let private = Arc::new(Mapping::private(file.fd.as_fd(), len).unwrap());
+    let peer = MemoryMap::of_peer(file.fd.as_fd(), len).unwrap();
+    let private = Arc::new(MemoryMap::private(file.fd.as_fd(), len).unwrap());
     for map in [&*file.map, &peer, &private] {
         assert_eq!(map.as_ptr().addr() % HUGE_PAGE, 0);
         assert!(map.copy_out(len).iter().all(|byte| *byte == 0));

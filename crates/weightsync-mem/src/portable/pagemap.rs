@@ -5,7 +5,7 @@ use std::ops::Range;
 use rustix::io::Errno;
 
 use crate::error::{Error, os};
-use crate::map::Mapping;
+use crate::map::MemoryMap;
 
 /// There is none.
 #[derive(Debug)]
@@ -17,7 +17,7 @@ impl PageMap {
         Err(os("opening this process's page map")(Errno::NOTSUP))
     }
 
-    pub(crate) fn copied(&self, _map: &Mapping) -> Result<Vec<Range<usize>>, Error> {
+    pub(crate) fn copied(&self, _map: &MemoryMap) -> Result<Vec<Range<usize>>, Error> {
         match *self {}
     }
 }

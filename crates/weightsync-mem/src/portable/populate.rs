@@ -5,15 +5,15 @@ use std::sync::atomic::AtomicBool;
 
 use rustix::io::Errno;
 
-use crate::map::Mapping;
+use crate::map::MemoryMap;
 
 /// Large mappings begin at a multiple of this.
 pub(crate) const HUGE_PAGE: usize = 2 << 20;
 
 /// Does nothing: pages are allocated at the first write.
-pub(crate) fn to_write(_map: &Mapping, _stop: &AtomicBool) -> Result<(), Errno> {
+pub(crate) fn to_write(_map: &MemoryMap, _stop: &AtomicBool) -> Result<(), Errno> {
     Ok(())
 }
 
 /// Does nothing: pages are mapped at the first read.
-pub(crate) fn to_read(_map: &Mapping, _pages: &Range<usize>) {}
+pub(crate) fn to_read(_map: &MemoryMap, _pages: &Range<usize>) {}

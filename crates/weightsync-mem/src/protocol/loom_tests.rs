@@ -19,9 +19,9 @@ use loom::sync::Arc;
 use loom::thread;
 
 use super::*;
-use crate::plan::{Key, Lend, Plan, Step};
+use crate::plan::{Key, Lend, PageChange, Plan};
 use crate::scan::{self, Claims, Words};
-use crate::set::Models;
+use crate::set::ModelMask;
 use crate::wire::Delivery;
 use weightsync_core::{Targets, WorkerId};
 
@@ -49,16 +49,16 @@ impl Pair {
 unsafe impl Sync for Pair {}
 
 /// One reader's mailbox, and the words of its control page.
-struct Mailbox {
+struct LoomMailbox {
     live: LiveWord,
-    queue: Queue,
+    queue: RecordQueue,
     record_pins: PinWord,
     pins: PinWord,
-    head: Head,
+    head: QueueHead,
 }
 
 struct World {
-    mailboxes: Vec<Mailbox>,
+    mailboxes: Vec<LoomMailbox>,
     /// Each names a data slot, and its version.
     records: Vec<Pair>,
     slots: Vec<Pair>,
@@ -66,12 +66,12 @@ struct World {
 
 impl World {
     fn new(slots: usize, records: usize, readers: usize) -> Arc<Self> {
-        let mailbox = |_| Mailbox {
+        let mailbox = |_| LoomMailbox {
             live: LiveWord::new(),
-            queue: Queue::new(),
+            queue: RecordQueue::new(),
             record_pins: PinWord::new(),
             pins: PinWord::new(),
-            head: Head::new(),
+            head: QueueHead::new(),
         };
         Arc::new(Self {
             mailboxes: (0..readers).map(mailbox).collect(),
@@ -93,14 +93,14 @@ enum Channel {
 /// The sender: its [`Plan`], and what it lets count of what readers hold, as in the product. Only
 /// the steps that the plan decides are taken here, with the loom cells in the place of the
 /// pages.
-struct Sender {
+struct LoomSender {
     plan: Plan,
-    readers: Vec<Known>,
+    readers: Vec<KnownReader>,
     version: u64,
 }
 
 /// A reader as the sender has it.
-struct Known {
+struct KnownReader {
     key: Key,
     claims: Claims,
     /// Whether its head and its last question are read.
@@ -109,7 +109,7 @@ struct Known {
     gone: bool,
 }
 
-impl Sender {
+impl LoomSender {
     fn new(world: &World, channel: Channel) -> Self {
         let (slots, records) = (world.slots.len(), world.records.len() as u8);
         let mut plan = Plan::new([slots], 0).with_records(records);
@@ -117,12 +117,12 @@ impl Sender {
             Channel::Live => Delivery::Newest,
             Channel::Queue(bound) => Delivery::Every { bound },
         };
-        let models = Models::first(1);
+        let models = ModelMask::first(1);
         let mut join = |at| {
             let key = (WorkerId(at as u32), 1);
             let pins = SlotSet::default();
             plan.join((key, 0), models, delivery, pins, &mut Vec::new());
-            Known {
+            KnownReader {
                 key,
                 claims: Claims::new(models),
                 moves: delivery != Delivery::Newest,
@@ -226,10 +226,10 @@ impl Sender {
         Some(())
     }
 
-    fn take(&mut self, world: &World, decided: &[Step], steps: &mut Steps) -> Option<()> {
+    fn take(&mut self, world: &World, decided: &[PageChange], steps: &mut Steps) -> Option<()> {
         for step in decided {
             match *step {
-                Step::Write { record } => {
+                PageChange::Write { record } => {
                     let placed = self.plan.set(record).entry(0).unwrap();
                     let values = [u64::from(placed.slot), placed.version.0];
                     for (half, value) in values.into_iter().enumerate() {
@@ -237,12 +237,12 @@ impl Sender {
                         world.records[usize::from(record)].write(half, value);
                     }
                 }
-                Step::Flip { key, live } => {
+                PageChange::Flip { key, live } => {
                     steps.next()?;
                     self.notify(key, live);
                     world.mailboxes[key.0.0 as usize].live.swap_in(live);
                 }
-                Step::Push { key, live } => {
+                PageChange::Push { key, live } => {
                     steps.next()?;
                     self.notify(key, live);
                     let mailbox = &world.mailboxes[key.0.0 as usize];
@@ -251,7 +251,7 @@ impl Sender {
                         "no room"
                     );
                 }
-                Step::Answer { .. } | Step::Clear { .. } => unreachable!("nobody asks"),
+                PageChange::Answer { .. } | PageChange::Clear { .. } => unreachable!("nobody asks"),
             }
         }
         order();
@@ -266,7 +266,7 @@ impl Sender {
     }
 }
 
-impl Known {
+impl KnownReader {
     /// Whatever a reader does in whatever order, it is in breach of nothing.
     fn check(&self) {
         assert!(
@@ -277,7 +277,7 @@ impl Known {
     }
 }
 
-impl Mailbox {
+impl LoomMailbox {
     fn words(&self) -> Words<'_> {
         Words {
             head: &self.head,
@@ -332,7 +332,7 @@ impl World {
     }
 
     /// From a record that is held to a pin on the data slot it names.
-    fn hand_over(&self, mailbox: &Mailbox, live: Live, steps: &mut Steps) -> Option<u8> {
+    fn hand_over(&self, mailbox: &LoomMailbox, live: Live, steps: &mut Steps) -> Option<u8> {
         let record = &self.records[usize::from(live.record)];
         let slot = record.read(0) as u8;
         let version = record.read(1);
@@ -343,7 +343,7 @@ impl World {
         Some(slot)
     }
 
-    fn read(&self, mailbox: &Mailbox, slot: u8, live: Live, steps: &mut Steps) -> Option<u64> {
+    fn read(&self, mailbox: &LoomMailbox, slot: u8, live: Live, steps: &mut Steps) -> Option<u64> {
         let data = &self.slots[usize::from(slot)];
         let first = data.read(0);
         steps.next()?;
@@ -362,10 +362,10 @@ fn sending(
     channel: Channel,
     last: u64,
     steps: u32,
-) -> impl FnOnce() -> Sender + use<> {
+) -> impl FnOnce() -> LoomSender + use<> {
     let world = world.clone();
     move || {
-        let mut sender = Sender::new(&world, channel);
+        let mut sender = LoomSender::new(&world, channel);
         sender.send(&world, last, steps);
         sender
     }
@@ -455,7 +455,7 @@ fn two_readers_next_to_a_sender_see_whole_versions() {
         let others: Vec<_> = (0..2)
             .map(|reader| thread::spawn(receiving(&world, reader, WHOLE)))
             .collect();
-        Sender::new(&world, Channel::Live).send(&world, 3, WHOLE);
+        LoomSender::new(&world, Channel::Live).send(&world, 3, WHOLE);
         for other in others {
             other.join().unwrap();
         }
@@ -478,7 +478,7 @@ fn reader_stopped_at_any_step_blocks_only_its_pins() {
 
 /// The reader's death was noticed: its words no longer count, so every record and slot that no
 /// mailbox names is free.
-fn may_write_when_dead(world: &World, sender: &mut Sender) {
+fn may_write_when_dead(world: &World, sender: &mut LoomSender) {
     for reader in sender.readers.drain(..) {
         assert!(sender.plan.leave(reader.key).is_some());
     }
@@ -534,7 +534,7 @@ fn sender_stopped_between_mailboxes_leaves_whole_ones() {
 fn held_slot_is_not_written_by_any_number_of_sends() {
     explore_turned(4, |turned| {
         let world = World::new(3, 2, 1);
-        let mut sender = Sender::new(&world, Channel::Live);
+        let mut sender = LoomSender::new(&world, Channel::Live);
         sender.send(&world, 1, WHOLE);
         let live = world.mailboxes[0].live.load().unwrap();
         assert!(
@@ -573,7 +573,7 @@ fn mailbox_taken_off_its_record_gives_it_back() {
     explore_turned(3, |turned| {
         // The other mailbox is told the versions that come after.
         let world = World::new(2, 2, 2);
-        let mut sender = Sender::new(&world, Channel::Live);
+        let mut sender = LoomSender::new(&world, Channel::Live);
         sender.send(&world, 1, WHOLE);
         let clearing = {
             let world = world.clone();

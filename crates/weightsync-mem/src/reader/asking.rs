@@ -4,14 +4,14 @@ use std::sync::atomic::Ordering;
 
 use weightsync_core::Version;
 
-use super::{Reader, Taken};
+use super::{SegmentReader, Taken};
 use crate::error::{Error, bad, unexpected};
-use crate::pins::Hold;
+use crate::pins::PinnedSet;
 use crate::sync::load_acquire;
 use crate::wait::Deadline;
-use crate::wire::{Delivery, FromReader, Want};
+use crate::wire::{Delivery, ReaderMessage, Want};
 
-impl Reader {
+impl SegmentReader {
     /// Asks the sender for a set, which [`answer`](Self::answer) returns. It comes even if this
     /// reader had it before, and whatever is published meanwhile. A reader has one question: a new
     /// one replaces an unanswered one.
@@ -62,7 +62,7 @@ impl Reader {
         self.close_question()?;
         self.question += 1;
         let question = self.question;
-        let packet = FromReader::Ask { question, want }.encode();
+        let packet = ReaderMessage::Ask { question, want }.encode();
         if !self.book.socket()?.send(&packet, &[])? {
             return Err(self.unheard().unwrap_or_else(|| self.why_over()));
         }
@@ -120,12 +120,12 @@ impl Reader {
             return Ok(());
         }
         self.close_question()?;
-        let packet = FromReader::Withdraw.encode();
+        let packet = ReaderMessage::Withdraw.encode();
         self.book.socket()?.send(&packet, &[]).map(|_| ())
     }
 
     /// Pins the answer; if it is also the reader's newest set, as that.
-    fn take_answer(&self) -> Result<Option<Hold>, Error> {
+    fn take_answer(&self) -> Result<Option<PinnedSet>, Error> {
         let Some(mut hold) = self.book.pin_answer()? else {
             return Ok(None);
         };

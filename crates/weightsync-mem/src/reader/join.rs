@@ -7,26 +7,28 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::{Run, Version};
 
-use super::{ANSWER_TIME, AttachOptions, RELAY_TIME, Reader};
+use super::{ANSWER_TIME, AttachOptions, RELAY_TIME, SegmentReader};
 use crate::error::{Error, bad, unexpected};
 use crate::interrupt;
-use crate::map::{Mapping, OwnedFile};
-use crate::model::{Description, Model, ModelSpec};
+use crate::map::{MemoryMap, OwnedFile};
+use crate::model::{DescriptionFile, ModelDescription, SegmentModel};
 use crate::pins::{PinBook, PinOwner};
 use crate::protocol::{MAX_BOUND, MAX_MODELS};
-use crate::set::Models;
-use crate::shared::{CONTROL_BYTES, Control, Exit, HEADER_BYTES, MAILBOX_BYTES, MODEL_PAGE_BYTES};
+use crate::set::ModelMask;
+use crate::shared::{
+    CONTROL_BYTES, Control, HEADER_BYTES, MAILBOX_BYTES, MODEL_PAGE_BYTES, ReaderExit,
+};
 use crate::slot::Slot;
 use crate::socket::Socket;
 use crate::spans::SlotShape;
 use crate::wait::{Deadline, Doorbell, passed, poll};
 use crate::watch::{Mapped, Watch};
-use crate::wire::{Delivery, FromReader, FromSender, MAX_DEVICE, Packet};
+use crate::wire::{Delivery, MAX_DEVICE, Packet, ReaderMessage, SenderMessage};
 
 /// The longest status, in bytes.
 const MAX_STATUS: u64 = 64 << 20;
 
-impl Reader {
+impl SegmentReader {
     /// Joins a segment, and waits for its sender until the deadline. A sender that is there has a
     /// moment more to answer. Maps and faults in every slot of the wanted models, so that the first
     /// snapshot costs no page faults.
@@ -89,11 +91,14 @@ impl Reader {
             control: control.map.clone(),
             has_joined: false,
         };
-        let hello = FromReader::Hello {
+        let hello = ReaderMessage::Hello {
             secret: options.secret,
             worker: options.worker,
             seen: options.seen,
-            models: options.models.as_deref().map_or(Models::ALL, Models::of),
+            models: options
+                .models
+                .as_deref()
+                .map_or(ModelMask::ALL, ModelMask::of),
             delivery: options.delivery,
             device: options.device.clone(),
             instance: options.instance,
@@ -104,18 +109,18 @@ impl Reader {
             Err(error) if error.is_crowded_out() => return Ok(None),
             Err(error) => return Err(error),
         }
-        let Some(welcome) = Welcome::receive(&socket, options, deadline)? else {
+        let Some(welcome) = SegmentWelcome::receive(&socket, options, deadline)? else {
             return Ok(None);
         };
-        let Welcome {
+        let SegmentWelcome {
             run,
             count,
             models,
             relayed,
             pages: [header, mailbox, bell],
         } = welcome;
-        let header = Arc::new(Mapping::of_peer(header.as_fd(), HEADER_BYTES)?);
-        let mailbox = Mapping::of_peer(mailbox.as_fd(), MAILBOX_BYTES)?;
+        let header = Arc::new(MemoryMap::of_peer(header.as_fd(), HEADER_BYTES)?);
+        let mailbox = MemoryMap::of_peer(mailbox.as_fd(), MAILBOX_BYTES)?;
         let doorbell = Arc::new(Doorbell::from_fd(bell));
         let mut specs = Vec::with_capacity(models.len());
         let mut mapped: Vec<Option<Mapped>> = Vec::new();
@@ -164,19 +169,19 @@ impl Reader {
 }
 
 /// The sender's welcome, which fits what the reader asked for.
-struct Welcome {
+struct SegmentWelcome {
     run: Run,
     /// How many models the segment has.
     count: u8,
     /// The reader's models.
-    models: Models,
+    models: ModelMask,
     /// The process whose versions a relay's segment carries; else 0.
     relayed: u32,
     /// The header, the mailbox and the doorbell.
     pages: [OwnedFd; 3],
 }
 
-impl Welcome {
+impl SegmentWelcome {
     /// Waits for it. `None` if there is no answer, or the sender hangs up.
     fn receive(
         socket: &Socket,
@@ -186,7 +191,7 @@ impl Welcome {
         let Some((packet, fds)) = answer(socket, deadline)? else {
             return Ok(None);
         };
-        let FromSender::Welcome {
+        let SenderMessage::Welcome {
             run,
             count,
             models,
@@ -206,8 +211,8 @@ impl Welcome {
             unexpected("header, mailbox and bell", got)
         })?;
         let wanted = match &options.models {
-            None => Models::first(count.into()),
-            Some(wanted) => Models::of(wanted),
+            None => ModelMask::first(count.into()),
+            Some(wanted) => ModelMask::of(wanted),
         };
         if models != wanted {
             let got = format!("{models:?} where {wanted:?} were asked for");
@@ -234,7 +239,7 @@ pub fn is_answered(address: &str, deadline: Deadline) -> Result<bool, Error> {
         return Ok(false);
     };
     // No reader begins with this, so it is refused. The refusal is the answer.
-    if !socket.send(&FromReader::Withdraw.encode(), &[])? {
+    if !socket.send(&ReaderMessage::Withdraw.encode(), &[])? {
         return Ok(false);
     }
     match answer(&socket, deadline) {
@@ -255,13 +260,13 @@ pub fn ask_status(address: &str, deadline: Deadline) -> Result<Option<Vec<u8>>, 
     let Some(socket) = Socket::connect(address)? else {
         return Ok(None);
     };
-    if !socket.send(&FromReader::Status.encode(), &[])? {
+    if !socket.send(&ReaderMessage::Status.encode(), &[])? {
         return Ok(None);
     }
     let Some((packet, fds)) = answer(&socket, deadline)? else {
         return Ok(None);
     };
-    let FromSender::Status { bytes } = packet else {
+    let SenderMessage::Status { bytes } = packet else {
         return Err(unexpected("a status", format!("{packet:?}")));
     };
     let [file] = <[OwnedFd; 1]>::try_from(fds)
@@ -274,14 +279,14 @@ pub fn ask_status(address: &str, deadline: Deadline) -> Result<Option<Vec<u8>>, 
     }
     let len = bytes as usize;
     Ok(Some(
-        Mapping::of_peer(file.as_fd(), len.max(1))?.copy_out(len),
+        MemoryMap::of_peer(file.as_fd(), len.max(1))?.copy_out(len),
     ))
 }
 
 /// Marks the control page as left in order, unless the reader has joined. A reader that ends
 /// without a mark counts as dead.
 struct LeaveUnlessJoined {
-    control: Arc<Mapping>,
+    control: Arc<MemoryMap>,
     has_joined: bool,
 }
 
@@ -290,7 +295,7 @@ impl Drop for LeaveUnlessJoined {
         if !self.has_joined {
             let control: &Control = self.control.table();
             let left = &control.left;
-            left.store(Exit::InOrder.word(), Ordering::Release);
+            left.store(ReaderExit::InOrder.word(), Ordering::Release);
         }
     }
 }
@@ -322,14 +327,14 @@ fn check(options: &AttachOptions) -> Result<(), Error> {
 fn answer(
     socket: &Socket,
     deadline: Deadline,
-) -> Result<Option<(FromSender, Vec<OwnedFd>)>, Error> {
+) -> Result<Option<(SenderMessage, Vec<OwnedFd>)>, Error> {
     let mut deadline = deadline.map(|at| at.max(Instant::now() + ANSWER_TIME));
     loop {
         match socket.receive()? {
-            Packet::Data(bytes, fds) => match FromSender::decode(&bytes)? {
-                FromSender::Denied { reason } => return Err(Error::Denied { reason }),
+            Packet::Data(bytes, fds) => match SenderMessage::decode(&bytes)? {
+                SenderMessage::Denied { reason } => return Err(Error::Denied { reason }),
                 // A relay first asks its sender, and has a limit of its own for that.
-                FromSender::Wait => {
+                SenderMessage::Wait => {
                     deadline = deadline.map(|at| at.max(Instant::now() + RELAY_TIME));
                 }
                 packet => return Ok(Some((packet, fds))),
@@ -353,10 +358,10 @@ fn answer(
 /// Maps one model's pages, and checks them against the model's layout.
 fn take_model(
     model: usize,
-    packet: FromSender,
+    packet: SenderMessage,
     fds: Vec<OwnedFd>,
-) -> Result<(ModelSpec, Mapped), Error> {
-    let FromSender::Model {
+) -> Result<(ModelDescription, Mapped), Error> {
+    let SenderMessage::Model {
         index,
         slots,
         slot_bytes,
@@ -376,14 +381,14 @@ fn take_model(
         let got = format!("{} descriptors for {slots} slots", fds.len());
         return Err(unexpected("description, page and every slot", got));
     }
-    let spec = Description::read(fds[0].as_fd(), layout_bytes, note_bytes)?;
+    let spec = DescriptionFile::read(fds[0].as_fd(), layout_bytes, note_bytes)?;
     let needed = SlotShape::of(&spec.layout).slot_bytes();
     if slot_bytes != needed as u64 {
         let got = format!("{slot_bytes} bytes for {needed}");
         return Err(unexpected("slots of the layout's size", got));
     }
-    let page = Mapping::of_peer(fds[1].as_fd(), MODEL_PAGE_BYTES)?;
-    let pages = Model::new(model, &spec.layout, Arc::new(page));
+    let page = MemoryMap::of_peer(fds[1].as_fd(), MODEL_PAGE_BYTES)?;
+    let pages = SegmentModel::new(model, &spec.layout, Arc::new(page));
     let slots = fds
         .into_iter()
         .skip(2)

@@ -1,15 +1,15 @@
 //! Turns the entry in a mailbox into snapshots: pins the slots, waits for them, and checks
 //! them.
 
-use super::{Member, Reader, Taken};
+use super::{SegmentReader, Taken, TakenModel};
 use crate::error::Error;
-use crate::pins::Hold;
+use crate::pins::PinnedSet;
 use crate::snapshot::Snapshot;
 use crate::wait::Deadline;
-use crate::watch::{PinnedSlot, Slots};
+use crate::watch::{FoundSlots, PinnedSlot};
 use crate::wire::Delivery;
 
-impl Reader {
+impl SegmentReader {
     /// Takes the set that a look has found, or the one that has replaced it by now.
     pub(super) fn take(
         &mut self,
@@ -22,7 +22,7 @@ impl Reader {
                 self.head += 1;
                 // The entry may have been taken back after the look, or the set was handed out at
                 // another segment and only the news of that was lost.
-                let had = |hold: &Hold| hold.sequence <= self.sequence;
+                let had = |hold: &PinnedSet| hold.sequence <= self.sequence;
                 if let Some(hold) = hold?.filter(|hold| !had(hold)) {
                     self.unmapped = Some(hold);
                     return self.take_unmapped(deadline);
@@ -63,7 +63,7 @@ impl Reader {
     /// is interrupted; the set then counts as not taken.
     pub(super) fn hand_out(
         &mut self,
-        hold: Hold,
+        hold: PinnedSet,
         deadline: Deadline,
     ) -> Result<Option<Taken>, Error> {
         let sequence = hold.sequence;
@@ -77,14 +77,14 @@ impl Reader {
             .slots(&hold.pins, deadline)
             .inspect_err(damaged)?
         {
-            Slots::Mapped(pinned) => pinned,
-            Slots::Over => return Err(self.why_over()),
-            later @ (Slots::Later | Slots::Interrupted) => {
+            FoundSlots::Mapped(pinned) => pinned,
+            FoundSlots::Over => return Err(self.why_over()),
+            later @ (FoundSlots::Later | FoundSlots::Interrupted) => {
                 if let Delivery::Every { .. } = self.delivery {
                     self.unmapped = Some(hold);
                 }
                 return match later {
-                    Slots::Interrupted => Err(Error::Interrupted),
+                    FoundSlots::Interrupted => Err(Error::Interrupted),
                     _ => Ok(None),
                 };
             }
@@ -102,11 +102,11 @@ impl Reader {
         Ok(Some(taken))
     }
 
-    fn checked(&self, hold: Hold, pinned: Vec<PinnedSlot>) -> Result<Taken, Error> {
+    fn checked(&self, hold: PinnedSet, pinned: Vec<PinnedSlot>) -> Result<Taken, Error> {
         let mut members = Vec::with_capacity(pinned.len());
         for (pin, (pages, slot)) in hold.pins.into_iter().zip(pinned) {
             let (model, version) = (pin.model, pin.version);
-            members.push(Member {
+            members.push(TakenModel {
                 model,
                 changed: self.versions[model] != version,
                 snapshot: Snapshot::new(pin, slot, pages, self.run)?,

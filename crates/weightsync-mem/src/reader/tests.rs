@@ -9,25 +9,25 @@ use weightsync_core::{Dtype, Layout, Level, Outcome, Targets};
 use super::*;
 use crate::protocol::Live;
 use crate::report::Publication;
-use crate::wire::{FromSender, Want};
-use crate::writer::{SegmentOptions, Writer};
+use crate::wire::{SenderMessage, Want};
+use crate::writer::{SegmentOptions, SegmentWriter};
 
 fn soon() -> Deadline {
     Some(Instant::now() + Duration::from_secs(20))
 }
 
-fn pair(delivery: Delivery) -> (Writer, Reader) {
+fn pair(delivery: Delivery) -> (SegmentWriter, SegmentReader) {
     let (writer, address) = segment(1, 2);
     let reader = join(&address, 0, delivery);
     (writer, reader)
 }
 
 /// A segment of small models that grow to so many slots.
-fn segment(models: usize, max_slots: u8) -> (Writer, String) {
+fn segment(models: usize, max_slots: u8) -> (SegmentWriter, String) {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let address = format!("weightsync-test/reader/{}/{number}", std::process::id());
-    let model = ModelSpec {
+    let model = ModelDescription {
         layout: Layout::new([("w".to_owned(), Dtype::U8, vec![100])]).unwrap(),
         note: Vec::new(),
     };
@@ -41,12 +41,12 @@ fn segment(models: usize, max_slots: u8) -> (Writer, String) {
         ..SegmentOptions::default()
     };
     let models = vec![model; models];
-    let writer = Writer::create(&address, [9; 16], run, &models, options).unwrap();
+    let writer = SegmentWriter::create(&address, [9; 16], run, &models, options).unwrap();
     (writer, address)
 }
 
-fn join(address: &str, worker: u32, delivery: Delivery) -> Reader {
-    Reader::attach(&options(address, worker, delivery), soon()).unwrap()
+fn join(address: &str, worker: u32, delivery: Delivery) -> SegmentReader {
+    SegmentReader::attach(&options(address, worker, delivery), soon()).unwrap()
 }
 
 fn options(address: &str, worker: u32, delivery: Delivery) -> AttachOptions {
@@ -64,7 +64,7 @@ fn options(address: &str, worker: u32, delivery: Delivery) -> AttachOptions {
     }
 }
 
-fn publish(writer: &mut Writer) -> Publication {
+fn publish(writer: &mut SegmentWriter) -> Publication {
     let staging = writer.stage(&[0], soon()).unwrap();
     staging.publish(&Targets::All).unwrap()
 }
@@ -73,7 +73,7 @@ fn version(taken: &Taken) -> u64 {
     taken.members[0].snapshot.version().0
 }
 
-fn live(reader: &Reader) -> Live {
+fn live(reader: &SegmentReader) -> Live {
     reader.book.mailbox().unwrap().live.0.load().unwrap()
 }
 
@@ -83,7 +83,8 @@ const WORDS: [usize; 5] = [0, 1, 2, 3, 4];
 #[test]
 fn a_spoilt_set_record_is_not_believed() {
     let (mut writer, mut reader) = pair(Delivery::Newest);
-    let spoil = |writer: &Writer, record, word| writer.shared.header().spoil_set(record, word);
+    let spoil =
+        |writer: &SegmentWriter, record, word| writer.shared.header().spoil_set(record, word);
     publish(&mut writer);
     let record = live(&reader).record;
     for word in WORDS {
@@ -204,7 +205,7 @@ fn failed_reader_repeats_its_error() {
     let (mut writer, mut reader) = pair(Delivery::Newest);
     let waiter = writer.waiter();
     let (_, socket, _) = writer.shared.watched().remove(0);
-    let strange = FromSender::Slot { model: 0, index: 2 }.encode();
+    let strange = SenderMessage::Slot { model: 0, index: 2 }.encode();
     assert!(socket.send(&strange, &[]).unwrap());
     for _ in 0..3 {
         let error = reader.next(soon()).unwrap_err();

@@ -9,21 +9,21 @@ use weightsync_core::{Version, WorkerId, WorkerRoute, WorkerStatus};
 
 use crate::futex;
 use crate::late::Lateness;
-use crate::map::Mapping;
+use crate::map::MemoryMap;
 use crate::plan::{Key, Plan, Removed};
 use crate::scan::{Breach, Claims, Words};
-use crate::set::Models;
-use crate::shared::{Control, Exit, Mailbox, PrivatePages};
+use crate::set::ModelMask;
+use crate::shared::{Control, MailboxPage, PrivatePages, ReaderExit};
 use crate::socket::Socket;
 use crate::sync::load_acquire;
 use crate::wire::Delivery;
 
 #[derive(Debug)]
-pub(crate) struct Reader {
-    pub(crate) end: End,
+pub(crate) struct RegisteredReader {
+    pub(crate) end: ReaderEnd,
     /// A number that the worker chose when it first joined.
     pub(crate) instance: u64,
-    pub(crate) models: Models,
+    pub(crate) models: ModelMask,
     pub(crate) delivery: Delivery,
     pub(crate) device: String,
     /// The name of its host, and how versions reach it.
@@ -47,12 +47,12 @@ pub(crate) struct Reader {
     /// The slots and records that its page may claim.
     pub(crate) claims: Claims,
     /// The publication for which the reader was late, and its progress then.
-    pub(crate) late: Lateness<Progress>,
+    pub(crate) late: Lateness<ReaderProgress>,
 }
 
 /// The progress that a reader has reported; any change means that it moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Progress {
+pub(crate) struct ReaderProgress {
     taken: u64,
     loaded: u64,
     head: u64,
@@ -62,33 +62,33 @@ pub(crate) struct Progress {
 
 /// Where a reader's pages are, and how it is reached.
 #[derive(Debug)]
-pub(crate) enum End {
+pub(crate) enum ReaderEnd {
     /// A process of this host, which maps the pages.
     Process {
         socket: Arc<Socket>,
-        control: Mapping,
-        mailbox: Arc<Mapping>,
+        control: MemoryMap,
+        mailbox: Arc<MemoryMap>,
     },
     /// A worker elsewhere; a thread of this process acts for it.
     RemoteReader {
         pages: Box<PrivatePages>,
         pid: u32,
-        call: Call,
+        call: MailboxCall,
     },
 }
 
 /// Notifies the relay that acts for a remote reader that its mailbox has moved. Called under the
 /// lock, so it must neither wait nor call back.
 #[derive(Clone)]
-pub(crate) struct Call(pub(crate) Arc<dyn Fn(Key) + Send + Sync>);
+pub(crate) struct MailboxCall(pub(crate) Arc<dyn Fn(Key) + Send + Sync>);
 
-impl fmt::Debug for Call {
+impl fmt::Debug for MailboxCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Call")
+        f.write_str("MailboxCall")
     }
 }
 
-impl End {
+impl ReaderEnd {
     fn control(&self) -> &Control {
         match self {
             Self::Process { control, .. } => control.table(),
@@ -97,18 +97,18 @@ impl End {
     }
 }
 
-impl Reader {
+impl RegisteredReader {
     pub(crate) fn new(
-        end: End,
+        end: ReaderEnd,
         instance: u64,
-        models: Models,
+        models: ModelMask,
         delivery: Delivery,
         device: String,
     ) -> Self {
         // This process itself writes the page of a remote reader, so its claims are true.
         let claims = match &end {
-            End::Process { .. } => Claims::new(models),
-            End::RemoteReader { .. } => Claims::new(Models(0)),
+            ReaderEnd::Process { .. } => Claims::new(models),
+            ReaderEnd::RemoteReader { .. } => Claims::new(ModelMask(0)),
         };
         Self {
             claims,
@@ -129,8 +129,8 @@ impl Reader {
         }
     }
 
-    pub(crate) fn progress(&self) -> Progress {
-        Progress {
+    pub(crate) fn progress(&self) -> ReaderProgress {
+        ReaderProgress {
             taken: self.taken(),
             loaded: self.applied(),
             head: self.control().head.load(),
@@ -162,26 +162,26 @@ impl Reader {
             .filter(|_| self.unusable.is_none() && !self.has_left())
     }
 
-    pub(crate) fn mailbox(&self) -> &Mailbox {
+    pub(crate) fn mailbox(&self) -> &MailboxPage {
         match &self.end {
-            End::Process { mailbox, .. } => mailbox.table(),
-            End::RemoteReader { pages, .. } => &pages.mailbox,
+            ReaderEnd::Process { mailbox, .. } => mailbox.table(),
+            ReaderEnd::RemoteReader { pages, .. } => &pages.mailbox,
         }
     }
 
     /// The reader's process, on whichever host.
     pub(crate) fn pid(&self) -> u32 {
         match &self.end {
-            End::Process { socket, .. } => socket.peer_pid(),
-            End::RemoteReader { pid, .. } => *pid,
+            ReaderEnd::Process { socket, .. } => socket.peer_pid(),
+            ReaderEnd::RemoteReader { pid, .. } => *pid,
         }
     }
 
     /// The reader's connection, if it is a process of this host.
     pub(crate) fn socket(&self) -> Option<&Arc<Socket>> {
         match &self.end {
-            End::Process { socket, .. } => Some(socket),
-            End::RemoteReader { .. } => None,
+            ReaderEnd::Process { socket, .. } => Some(socket),
+            ReaderEnd::RemoteReader { .. } => None,
         }
     }
 
@@ -202,10 +202,10 @@ impl Reader {
     /// which comes over the socket.
     pub(crate) fn has_left(&self) -> bool {
         self.retired
-            || match Exit::of(load_acquire(&self.control().left)) {
+            || match ReaderExit::of(load_acquire(&self.control().left)) {
                 None => false,
-                Some(Exit::InOrder) => true,
-                Some(Exit::Failed) => self.unusable.is_some(),
+                Some(ReaderExit::InOrder) => true,
+                Some(ReaderExit::Failed) => self.unusable.is_some(),
             }
     }
 
@@ -256,7 +256,7 @@ impl Reader {
 
     /// Wakes this reader if it sleeps until it gets an answer.
     pub(crate) fn wake_for_answer(&self, key: Key) {
-        if let End::RemoteReader { call, .. } = &self.end {
+        if let ReaderEnd::RemoteReader { call, .. } = &self.end {
             (call.0)(key);
         } else if self.control().sleep.sleeping() {
             futex::wake(&self.mailbox().answer.0.question);
@@ -265,7 +265,7 @@ impl Reader {
 
     /// Wakes this reader if it sleeps until it is notified.
     pub(crate) fn wake(&self, key: Key) {
-        if let End::RemoteReader { call, .. } = &self.end {
+        if let ReaderEnd::RemoteReader { call, .. } = &self.end {
             (call.0)(key);
         } else if self.control().sleep.sleeping() {
             futex::wake(match self.delivery {

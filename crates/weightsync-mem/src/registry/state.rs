@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use weightsync_core::{Outcome, WorkerId, WorkerStatus};
 
-use super::Reader;
+use super::RegisteredReader;
 use crate::grow::Growth;
-use crate::plan::{Key, Plan, Step};
+use crate::plan::{Key, PageChange, Plan};
 use crate::service::deny;
-use crate::set::Models;
+use crate::set::ModelMask;
 use crate::slot::Slot;
 use crate::wire::Delivery;
 
@@ -19,11 +19,11 @@ const MAX_GONE: usize = 1 << 16;
 
 /// The state that the lock guards.
 #[derive(Debug)]
-pub(crate) struct State {
+pub(crate) struct RegistryState {
     pub(crate) plan: Plan,
     /// How many models there are.
     models: usize,
-    pub(crate) readers: BTreeMap<Key, Reader>,
+    pub(crate) readers: BTreeMap<Key, RegisteredReader>,
     /// Readers whose pages hold facts that are not stored here as well.
     followed: BTreeSet<Key>,
     /// How many readers are processes of this host.
@@ -35,24 +35,24 @@ pub(crate) struct State {
     /// How many readers have joined so far.
     pub(crate) joined: u64,
     /// The readers that departed last, and those that no report has named yet.
-    gone: VecDeque<Gone>,
+    gone: VecDeque<GoneReader>,
     /// How many of them no report has named yet.
     unreported: usize,
     /// Readers that had loaded a version and then failed, died or were lost, by worker. Every
     /// publication for such a worker has a line about it, until the worker is back or forgotten.
-    missing: BTreeMap<WorkerId, Gone>,
+    missing: BTreeMap<WorkerId, GoneReader>,
     rejected: Vec<Rejected>,
     /// The data slots of each model.
     pub(crate) slots: Vec<Vec<Arc<Slot>>>,
     /// The state of each model's growth.
     pub(crate) growth: Vec<Growth>,
     /// A buffer for steps, kept to be used again.
-    pub(crate) steps: Vec<Step>,
+    pub(crate) steps: Vec<PageChange>,
 }
 
 /// A record of a reader that has departed.
 #[derive(Clone, Debug)]
-pub(crate) struct Gone {
+pub(crate) struct GoneReader {
     pub(crate) key: Key,
     /// Its last status.
     pub(crate) status: WorkerStatus,
@@ -61,11 +61,11 @@ pub(crate) struct Gone {
     /// departed.
     pub(crate) reason: Option<String>,
     pub(crate) applied: u64,
-    pub(crate) models: Models,
+    pub(crate) models: ModelMask,
     pub(crate) reported: bool,
 }
 
-impl Gone {
+impl GoneReader {
     /// What its line says.
     pub(crate) fn outcome(&self) -> Outcome {
         self.departure.outcome(self.reason.clone())
@@ -109,9 +109,9 @@ pub(crate) struct Rejected {
     pub(crate) reason: String,
 }
 
-impl Gone {
+impl GoneReader {
     /// The record of a departing reader. `unless_left` applies unless the reader closed its end.
-    fn new(key: Key, reader: &Reader, unless_left: Departure, models: usize) -> Self {
+    fn new(key: Key, reader: &RegisteredReader, unless_left: Departure, models: usize) -> Self {
         let applied = reader.applied();
         let reason = reader.unusable.clone();
         let departure = match reader.has_left() {
@@ -132,7 +132,7 @@ impl Gone {
     }
 }
 
-impl State {
+impl RegistryState {
     pub(super) fn new(plan: Plan, slots: Vec<Vec<Arc<Slot>>>, growth: Vec<Growth>) -> Self {
         Self {
             plan,
@@ -154,7 +154,7 @@ impl State {
     }
 
     /// Adds a reader.
-    pub(crate) fn add(&mut self, key: Key, reader: Reader) {
+    pub(crate) fn add(&mut self, key: Key, reader: RegisteredReader) {
         let process = reader.socket().is_some();
         self.processes += usize::from(process);
         if process || reader.delivery != Delivery::Newest {
@@ -164,7 +164,7 @@ impl State {
     }
 
     /// Removes a reader; its pins no longer count.
-    pub(crate) fn remove(&mut self, key: Key) -> Option<Reader> {
+    pub(crate) fn remove(&mut self, key: Key) -> Option<RegisteredReader> {
         let reader = self.readers.remove(&key)?;
         self.processes -= usize::from(reader.socket().is_some());
         self.followed.remove(&key);
@@ -175,7 +175,7 @@ impl State {
     }
 
     /// Notes that a reader asks questions, and may ask more.
-    pub(crate) fn asks(&mut self, key: Key) -> Option<&Reader> {
+    pub(crate) fn asks(&mut self, key: Key) -> Option<&RegisteredReader> {
         let reader = self.readers.get_mut(&key)?;
         reader.asks = true;
         self.followed.insert(key);
@@ -189,7 +189,7 @@ impl State {
 
     /// Calls `look` for each reader whose pages must be read, with the plan. A remote reader that
     /// takes only the newest pins nothing, so it is left out: there may be very many.
-    pub(crate) fn follow(&mut self, mut look: impl FnMut(&mut Plan, Key, &mut Reader)) {
+    pub(crate) fn follow(&mut self, mut look: impl FnMut(&mut Plan, Key, &mut RegisteredReader)) {
         for key in &self.followed {
             if let Some(reader) = self.readers.get_mut(key) {
                 look(&mut self.plan, *key, reader);
@@ -198,7 +198,7 @@ impl State {
     }
 
     /// The readers that are processes of this host.
-    pub(crate) fn processes(&self) -> impl Iterator<Item = (Key, &Reader)> {
+    pub(crate) fn processes(&self) -> impl Iterator<Item = (Key, &RegisteredReader)> {
         let followed = self.followed.iter();
         let readers = followed.filter_map(|key| Some((*key, self.readers.get(key)?)));
         readers.filter(|(_, reader)| reader.socket().is_some())
@@ -236,7 +236,7 @@ impl State {
     /// Rejects a reader on the sender's behalf, and tells the reader; otherwise it would wait for
     /// ever.
     pub(crate) fn turn_away(&mut self, key: Key, reason: String) {
-        if let Some(socket) = self.readers.get(&key).and_then(Reader::socket) {
+        if let Some(socket) = self.readers.get(&key).and_then(RegisteredReader::socket) {
             deny(socket, reason.clone());
         }
         self.reject(key, reason);
@@ -299,7 +299,7 @@ impl State {
             return;
         };
         self.mark_changed(key);
-        let gone = Gone::new(key, &reader, unless_left, self.models);
+        let gone = GoneReader::new(key, &reader, unless_left, self.models);
         if !reader.retired {
             self.miss(&gone);
         }
@@ -330,7 +330,7 @@ impl State {
     /// snapshots live on. It gets no more publications, and reports have a line about it.
     pub(crate) fn miss_retired(&mut self, key: Key) {
         if let Some(reader) = self.readers.get(&key) {
-            let gone = Gone::new(key, reader, Departure::Left, self.models);
+            let gone = GoneReader::new(key, reader, Departure::Left, self.models);
             self.miss(&gone);
         }
     }
@@ -338,7 +338,7 @@ impl State {
     /// Counts a departed reader as missing, unless it left in order, never loaded anything, or has
     /// a successor. A reader that leaves in order also ends the line about its predecessor. If a
     /// successor ends before it has loaded anything, it is missing in place of its predecessor.
-    fn miss(&mut self, gone: &Gone) {
+    fn miss(&mut self, gone: &GoneReader) {
         if self.is_back(gone) {
             return;
         }
@@ -358,7 +358,7 @@ impl State {
     }
 
     /// Whether a later reader has the number of a departed one.
-    fn is_back(&self, gone: &Gone) -> bool {
+    fn is_back(&self, gone: &GoneReader) -> bool {
         let (worker, joined) = gone.key;
         let later = (worker, joined + 1)..=(worker, u64::MAX);
         self.readers.range(later).next().is_some()
@@ -372,16 +372,16 @@ impl State {
     }
 
     /// Readers that failed, died or were lost, and are not back.
-    pub(crate) fn missing(&self) -> impl Iterator<Item = &Gone> {
+    pub(crate) fn missing(&self) -> impl Iterator<Item = &GoneReader> {
         self.missing.values().filter(|gone| !self.is_back(gone))
     }
 
     /// Departed readers that are still remembered, the last of each number, in the order in which
     /// they joined.
-    pub(crate) fn gone(&self) -> Vec<Gone> {
+    pub(crate) fn gone(&self) -> Vec<GoneReader> {
         let closed = self.readers.iter().filter(|(_, reader)| reader.has_left());
         let closed =
-            closed.map(|(key, reader)| Gone::new(*key, reader, Departure::Left, self.models));
+            closed.map(|(key, reader)| GoneReader::new(*key, reader, Departure::Left, self.models));
         let mut all: Vec<_> = self.gone.iter().cloned().chain(closed).collect();
         all.sort_by_key(|gone| gone.key.1);
         all
@@ -389,7 +389,7 @@ impl State {
 
     /// The record of a departed reader, and whether it was reported before; it counts as reported
     /// from now on.
-    pub(crate) fn report_gone(&mut self, key: Key) -> Option<Gone> {
+    pub(crate) fn report_gone(&mut self, key: Key) -> Option<GoneReader> {
         let one = self.gone.iter_mut().rev().find(|one| one.key == key)?;
         let before = one.clone();
         if !std::mem::replace(&mut one.reported, true) {
@@ -412,7 +412,10 @@ impl State {
     /// Departed readers of `wanted` workers that no report has named yet; they now count as
     /// reported. A reader that has closed its end while some of its snapshots live on has departed
     /// too.
-    pub(crate) fn report_unreported(&mut self, wanted: impl Fn(WorkerId) -> bool) -> Vec<Gone> {
+    pub(crate) fn report_unreported(
+        &mut self,
+        wanted: impl Fn(WorkerId) -> bool,
+    ) -> Vec<GoneReader> {
         let mut reported = Vec::new();
         if self.unreported > 0 {
             for one in &mut self.gone {
@@ -425,7 +428,7 @@ impl State {
         }
         for (key, reader) in &mut self.readers {
             if !reader.reported && wanted(key.0) && reader.has_left() {
-                reported.push(Gone::new(*key, reader, Departure::Left, self.models));
+                reported.push(GoneReader::new(*key, reader, Departure::Left, self.models));
                 reader.reported = true;
             }
         }

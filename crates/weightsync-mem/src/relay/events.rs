@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use weightsync_core::{Epoch, Version, WorkerId};
 
-use crate::map::Mapping;
+use crate::map::MemoryMap;
 use crate::plan::Key;
-use crate::registry::{Departure, Reader, State};
+use crate::registry::{Departure, RegisteredReader, RegistryState};
 use crate::service;
-use crate::set::Models;
+use crate::set::ModelMask;
 use crate::socket::Socket;
 use crate::wire::{Delivery, Want};
 
@@ -28,9 +28,9 @@ pub struct WorkerInstance {
 
 /// An event of a relay's workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
-    /// A worker wants to join: [`Relay::admit`](super::Relay::admit) or
-    /// [`Relay::deny`](super::Relay::deny) it.
+pub enum WorkerEvent {
+    /// A worker wants to join: [`RelaySegment::admit`](super::RelaySegment::admit) or
+    /// [`RelaySegment::deny`](super::RelaySegment::deny) it.
     Joins {
         /// Names the worker in the reply.
         ticket: u64,
@@ -38,8 +38,8 @@ pub enum Event {
         who: WorkerInstance,
         /// The worker's process.
         pid: u32,
-        /// The models that the worker wants; [`Models::ALL`] for all.
-        models: Models,
+        /// The models that the worker wants; [`ModelMask::ALL`] for all.
+        models: ModelMask,
         /// Which versions the worker gets.
         delivery: Delivery,
         /// Where the worker's weights live.
@@ -48,7 +48,7 @@ pub enum Event {
         seen: Epoch,
     },
     /// A worker's progress has changed.
-    Progress(Progress),
+    Progress(ReportedProgress),
     /// A worker can use no version, and says why.
     Unusable {
         /// The worker.
@@ -56,8 +56,8 @@ pub enum Event {
         /// The worker's reason.
         reason: String,
     },
-    /// A worker asks for a version: [`Relay::answer`](super::Relay::answer) the question, or report
-    /// that there is [no such version](super::Relay::no_such_version).
+    /// A worker asks for a version: [`RelaySegment::answer`](super::RelaySegment::answer) the
+    /// question, or report that there is [no such version](super::RelaySegment::no_such_version).
     Asks {
         /// The worker.
         who: WorkerInstance,
@@ -82,7 +82,7 @@ pub enum Event {
 
 /// The progress of one worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Progress {
+pub struct ReportedProgress {
     /// The worker.
     pub who: WorkerInstance,
     /// The sequence number of the newest set that the worker has taken; 0 before the first.
@@ -107,26 +107,26 @@ pub(crate) struct Relayed {
 
 #[derive(Debug, Default)]
 struct EventQueue {
-    events: VecDeque<Event>,
+    events: VecDeque<WorkerEvent>,
     /// The last message of each reader about questions. A later question replaces an earlier one of
     /// the same reader, so one place for each reader is enough.
-    questions: BTreeMap<WorkerInstance, Question>,
+    questions: BTreeMap<WorkerInstance, QuestionMessage>,
     tickets: BTreeMap<u64, Ticket>,
     last_ticket: u64,
     /// The progress of each reader when it was last reported.
-    reported: BTreeMap<Key, Notified>,
+    reported: BTreeMap<Key, LastReported>,
 }
 
 #[derive(Debug)]
-struct Notified {
-    progress: Progress,
+struct LastReported {
+    progress: ReportedProgress,
     unusable: bool,
     gone: bool,
 }
 
 /// A reader's message about questions.
 #[derive(Debug)]
-enum Question {
+enum QuestionMessage {
     Asks(u64, Want),
     Withdraws,
 }
@@ -136,7 +136,7 @@ enum Question {
 pub(crate) struct Ticket {
     pub(crate) request: service::JoinRequest,
     pub(crate) socket: Arc<Socket>,
-    pub(crate) control: Mapping,
+    pub(crate) control: MemoryMap,
 }
 
 impl Relayed {
@@ -180,7 +180,7 @@ impl Relayed {
                 events, tickets, ..
             } = &mut *queue;
             events.retain(|event| match event {
-                Event::Joins { ticket, .. } => tickets.contains_key(ticket),
+                WorkerEvent::Joins { ticket, .. } => tickets.contains_key(ticket),
                 _ => true,
             });
         }
@@ -190,7 +190,7 @@ impl Relayed {
         queue.last_ticket += 1;
         let number = queue.last_ticket;
         let request = &ticket.request;
-        let event = Event::Joins {
+        let event = WorkerEvent::Joins {
             ticket: number,
             who: WorkerInstance {
                 worker: request.worker,
@@ -207,19 +207,24 @@ impl Relayed {
         Ok(())
     }
 
-    pub(crate) fn note_question(&self, reader: (Key, &Reader), question: u64, want: Want) {
-        let questions = Question::Asks(question, want);
+    pub(crate) fn note_question(
+        &self,
+        reader: (Key, &RegisteredReader),
+        question: u64,
+        want: Want,
+    ) {
+        let questions = QuestionMessage::Asks(question, want);
         self.queue().questions.insert(who(reader), questions);
     }
 
-    pub(crate) fn note_withdrawal(&self, reader: (Key, &Reader)) {
+    pub(crate) fn note_withdrawal(&self, reader: (Key, &RegisteredReader)) {
         self.queue()
             .questions
-            .insert(who(reader), Question::Withdraws);
+            .insert(who(reader), QuestionMessage::Withdraws);
     }
 
     /// Notes a reader's departure, after its last progress.
-    pub(crate) fn note_gone(&self, state: &State, key: Key, going: Departure) {
+    pub(crate) fn note_gone(&self, state: &RegistryState, key: Key, going: Departure) {
         let mut queue = self.queue();
         let Some(reader) = state.readers.get(&key) else {
             return;
@@ -232,7 +237,7 @@ impl Relayed {
         queue.note(&mut events, (key, reader), reported);
         queue.reported.remove(&key);
         if !was_gone && !reader.has_left() {
-            events.push_back(Event::Gone {
+            events.push_back(WorkerEvent::Gone {
                 who: who((key, reader)),
                 died: going == Departure::Died,
             });
@@ -241,9 +246,9 @@ impl Relayed {
     }
 
     /// Readers that have left and whose departure was not reported.
-    pub(super) fn leaving(&self, state: &State) -> Vec<Key> {
+    pub(super) fn leaving(&self, state: &RegistryState) -> Vec<Key> {
         let queue = self.queue();
-        let is_news = |(key, reader): &(&Key, &Reader)| {
+        let is_news = |(key, reader): &(&Key, &RegisteredReader)| {
             reader.has_left()
                 && queue
                     .reported
@@ -254,24 +259,24 @@ impl Relayed {
         leaving.map(|(key, _)| *key).collect()
     }
 
-    pub(crate) fn look(&self, state: &State) -> Vec<Event> {
+    pub(crate) fn look(&self, state: &RegistryState) -> Vec<WorkerEvent> {
         let mut queue = self.queue();
         let mut events = std::mem::take(&mut queue.events);
         let questions = std::mem::take(&mut queue.questions).into_iter();
         events.extend(questions.map(|(who, questions)| match questions {
-            Question::Asks(question, want) => Event::Asks {
+            QuestionMessage::Asks(question, want) => WorkerEvent::Asks {
                 who,
                 question,
                 want,
             },
-            Question::Withdraws => Event::Withdraws { who },
+            QuestionMessage::Withdraws => WorkerEvent::Withdraws { who },
         }));
         for (key, reader) in &state.readers {
             let reported = queue.reported.remove(key);
             queue.note(&mut events, (*key, reader), reported);
         }
         // If a worker left and joined again with the same number, the departure comes first.
-        let joins = |event: &Event| matches!(event, Event::Joins { .. });
+        let joins = |event: &WorkerEvent| matches!(event, WorkerEvent::Joins { .. });
         events.make_contiguous().sort_by_key(joins);
         events.into()
     }
@@ -286,27 +291,27 @@ impl EventQueue {
     /// Reports the changes of a reader since `reported`.
     fn note(
         &mut self,
-        events: &mut VecDeque<Event>,
-        (key, reader): (Key, &Reader),
-        reported: Option<Notified>,
+        events: &mut VecDeque<WorkerEvent>,
+        (key, reader): (Key, &RegisteredReader),
+        reported: Option<LastReported>,
     ) {
         let who = who((key, reader));
         let progress = progress(who, reader);
         let unusable = reader.unusable.is_some();
         let gone = reader.has_left();
-        let changed = |reported: &Notified| reported.progress != progress;
+        let changed = |reported: &LastReported| reported.progress != progress;
         if reported.as_ref().is_none_or(changed) {
-            events.push_back(Event::Progress(progress.clone()));
+            events.push_back(WorkerEvent::Progress(progress.clone()));
         }
-        let was = |what: fn(&Notified) -> bool| reported.as_ref().is_some_and(what);
+        let was = |what: fn(&LastReported) -> bool| reported.as_ref().is_some_and(what);
         if let (Some(reason), false) = (&reader.unusable, was(|reported| reported.unusable)) {
             let reason = reason.clone();
-            events.push_back(Event::Unusable { who, reason });
+            events.push_back(WorkerEvent::Unusable { who, reason });
         }
         if gone && !was(|reported| reported.gone) {
-            events.push_back(Event::Gone { who, died: false });
+            events.push_back(WorkerEvent::Gone { who, died: false });
         }
-        let now = Notified {
+        let now = LastReported {
             progress,
             unusable,
             gone,
@@ -315,7 +320,7 @@ impl EventQueue {
     }
 }
 
-fn progress(who: WorkerInstance, reader: &Reader) -> Progress {
+fn progress(who: WorkerInstance, reader: &RegisteredReader) -> ReportedProgress {
     // The sequence number first, because the reader stores it last.
     let loaded = reader.applied();
     let control = reader.control();
@@ -324,7 +329,7 @@ fn progress(who: WorkerInstance, reader: &Reader) -> Progress {
         let version = Version(word.load(Ordering::Relaxed));
         (!version.is_none()).then_some((model, version))
     });
-    Progress {
+    ReportedProgress {
         who,
         taken: reader.taken(),
         through: reader.through(),
@@ -334,7 +339,7 @@ fn progress(who: WorkerInstance, reader: &Reader) -> Progress {
     }
 }
 
-fn who((key, reader): (Key, &Reader)) -> WorkerInstance {
+fn who((key, reader): (Key, &RegisteredReader)) -> WorkerInstance {
     WorkerInstance {
         worker: key.0,
         instance: reader.instance,

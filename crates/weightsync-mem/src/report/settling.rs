@@ -10,17 +10,17 @@ use weightsync_core::{Level, Outcome, Version, WorkerReport};
 
 use super::Publication;
 use crate::plan::{Disposition, Key};
-use crate::registry::{Departure, Gone, Reader, Shared, State};
+use crate::registry::{Departure, GoneReader, RegisteredReader, RegistryState, SharedRegistry};
 
 /// What a wait for readers knows so far.
 pub(super) struct Settling<'a> {
-    shared: &'a Shared,
+    shared: &'a SharedRegistry,
     /// When the last look that found something took place; read once for all its lines.
     after: Option<Duration>,
     publication: &'a Publication,
     level: Level,
-    /// The number under which it gets [changes](State::mark_changed) of remote readers, from its
-    /// first look on.
+    /// The number under which it gets [changes](RegistryState::mark_changed) of remote readers,
+    /// from its first look on.
     listener: Option<u64>,
     /// Readers to wait for, whose outcome is not known yet.
     pub(super) awaited: Open,
@@ -71,7 +71,7 @@ impl Open {
 
 impl<'a> Settling<'a> {
     pub(super) fn new(
-        shared: &'a Shared,
+        shared: &'a SharedRegistry,
         publication: &'a Publication,
         level: Level,
         awaited: Vec<(Key, Disposition)>,
@@ -119,7 +119,7 @@ impl<'a> Settling<'a> {
                 Some(_) => &mut self.passed,
                 None => &mut self.awaited,
             };
-            match reader.and_then(Reader::socket) {
+            match reader.and_then(RegisteredReader::socket) {
                 Some(_) => open.processes.push((key, disposition)),
                 None => drop(open.remote_readers.insert(key, disposition)),
             }
@@ -127,7 +127,7 @@ impl<'a> Settling<'a> {
     }
 
     /// Whether a reader's outcome is known; its line is there then.
-    fn is_known(&mut self, state: &mut State, key: Key, disposition: Disposition) -> bool {
+    fn is_known(&mut self, state: &mut RegistryState, key: Key, disposition: Disposition) -> bool {
         // A worker moves from the table to the departed ones in a single step. So a reader is in
         // one of the two, unless thousands departed since.
         if let Some(reader) = state.readers.get(&key) {
@@ -226,7 +226,7 @@ impl<'a> Settling<'a> {
     }
 
     /// Adds the lines of workers that failed, died or were lost, and are not back.
-    pub(super) fn report_missing(&mut self, state: &State) {
+    pub(super) fn report_missing(&mut self, state: &RegistryState) {
         let publication = self.publication;
         let mut missing = state.missing().peekable();
         if missing.peek().is_none() {
@@ -261,7 +261,7 @@ impl<'a> Settling<'a> {
         }
     }
 
-    fn line(&mut self, state: &State, key: Key, outcome: Outcome) {
+    fn line(&mut self, state: &RegistryState, key: Key, outcome: Outcome) {
         let Some(reader) = state.readers.get(&key) else {
             return;
         };
@@ -290,7 +290,7 @@ impl<'a> Settling<'a> {
             .get_or_insert_with(|| self.publication.at.elapsed())
     }
 
-    fn gone_line(&mut self, gone: &Gone) {
+    fn gone_line(&mut self, gone: &GoneReader) {
         let loaded = |model: &usize| gone.status.versions[*model];
         let did_its_part = self
             .publication

@@ -8,12 +8,12 @@ use std::thread;
 use weightsync_core::{Attendance, Dtype, Epoch, Layout, Level, Outcome, Run, Targets};
 
 use super::*;
-use crate::model::ModelSpec;
-use crate::reader::{AttachOptions, Reader as Worker};
+use crate::model::ModelDescription;
+use crate::reader::{AttachOptions, SegmentReader as Worker};
 use crate::shared::Control;
 use crate::slot::Slot;
 use crate::wait::{Deadline, WaitStyle};
-use crate::writer::{SegmentOptions, Writer};
+use crate::writer::{SegmentOptions, SegmentWriter};
 
 const SECRET: [u8; 16] = *b"\x01\x02 hidden word \x03";
 
@@ -26,23 +26,23 @@ fn soon() -> Deadline {
     Some(Instant::now() + Duration::from_secs(20))
 }
 
-fn model() -> ModelSpec {
-    ModelSpec {
+fn model() -> ModelDescription {
+    ModelDescription {
         layout: Layout::new([("bias".to_owned(), Dtype::F32, vec![3])]).unwrap(),
         note: Vec::new(),
     }
 }
 
-fn shared() -> Arc<Shared> {
-    Shared::new(RUN, &[model()], SECRET, &SegmentOptions::default(), None).unwrap()
+fn shared() -> Arc<SharedRegistry> {
+    SharedRegistry::new(RUN, &[model()], SECRET, &SegmentOptions::default(), None).unwrap()
 }
 
-fn hello() -> FromReader {
-    FromReader::Hello {
+fn hello() -> ReaderMessage {
+    ReaderMessage::Hello {
         secret: SECRET,
         worker: WorkerId(3),
         seen: Epoch(0),
-        models: Models::ALL,
+        models: ModelMask::ALL,
         delivery: Delivery::Newest,
         device: String::new(),
         instance: 77,
@@ -54,13 +54,13 @@ fn address_of(name: &str) -> String {
 }
 
 /// A sender at the address of this name.
-fn sender(name: &str) -> (String, Writer) {
+fn sender(name: &str) -> (String, SegmentWriter) {
     let (address, options) = (address_of(name), SegmentOptions::default());
-    let writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
+    let writer = SegmentWriter::create(&address, SECRET, RUN, &[model()], options).unwrap();
     (address, writer)
 }
 
-fn wait_for_one(writer: &Writer) {
+fn wait_for_one(writer: &SegmentWriter) {
     let one = |there: &Attendance| there.workers.len() == 1;
     assert!(writer.wait_readers(soon(), one).unwrap());
 }
@@ -97,7 +97,7 @@ fn options(address: &str) -> AttachOptions {
 }
 
 /// A worker that has joined, with nobody who listens to it.
-fn joined(shared: &Arc<Shared>, name: &str) -> Worker {
+fn joined(shared: &Arc<SharedRegistry>, name: &str) -> Worker {
     let address = address_of(name);
     let listener = Listener::at(&address).unwrap();
     let joining = thread::spawn(move || Worker::attach(&options(&address), soon()).unwrap());
@@ -162,7 +162,7 @@ fn a_reader_that_gives_up_joining_says_that_it_leaves() {
     let Ok(Packet::Data(_, fds)) = socket.receive() else {
         panic!("a hello was expected");
     };
-    let page = Mapping::of_peer(fds[0].as_fd(), CONTROL_BYTES).unwrap();
+    let page = MemoryMap::of_peer(fds[0].as_fd(), CONTROL_BYTES).unwrap();
     let control: &Control = page.table();
     assert_eq!(control.left.load(Ordering::Acquire), 0);
     // There is no answer.
@@ -193,14 +193,14 @@ fn a_worker_can_ring_and_nothing_else() {
     let join = |worker| {
         let socket = Socket::connect(&address).unwrap().unwrap();
         let control = OwnedFile::new("weightsync-control", CONTROL_BYTES).unwrap();
-        let FromReader::Hello { secret, seen, .. } = hello() else {
+        let ReaderMessage::Hello { secret, seen, .. } = hello() else {
             unreachable!()
         };
-        let hello = FromReader::Hello {
+        let hello = ReaderMessage::Hello {
             secret,
             worker: WorkerId(worker),
             seen,
-            models: Models::ALL,
+            models: ModelMask::ALL,
             delivery: Delivery::Newest,
             device: String::new(),
             instance: 0,
@@ -241,7 +241,7 @@ fn messages_of_relayed_workers_are_bounded() {
     let listener = Listener::at(&address).unwrap();
     let relayed = crate::relay::Relayed::new(1);
     let options = SegmentOptions::default();
-    let shared = Shared::new(RUN, &[model()], SECRET, &options, Some(relayed)).unwrap();
+    let shared = SharedRegistry::new(RUN, &[model()], SECRET, &options, Some(relayed)).unwrap();
     let relayed = shared.relayed.as_ref().unwrap();
     let meet = || shared.meet(listener.accept().unwrap().unwrap());
     for _ in 0..50 {
@@ -252,10 +252,10 @@ fn messages_of_relayed_workers_are_bounded() {
     let (worker, control) = knock_with(&address);
     assert!(meet().is_none());
     let events = relayed.look(&shared.state());
-    let [crate::Event::Joins { who, .. }] = events[..] else {
+    let [crate::WorkerEvent::Joins { who, .. }] = events[..] else {
         panic!("{events:?}");
     };
-    let page = Mapping::of_peer(control.fd.as_fd(), CONTROL_BYTES).unwrap();
+    let page = MemoryMap::of_peer(control.fd.as_fd(), CONTROL_BYTES).unwrap();
     let end = Socket::connect(&address).unwrap().unwrap();
     shared.welcome(request(), Arc::new(end), page).unwrap();
     for question in 1..=1000 {
@@ -265,12 +265,12 @@ fn messages_of_relayed_workers_are_bounded() {
         relayed.note_question((*key, reader), question, Want::Newest);
     }
     let events = relayed.look(&shared.state());
-    let asks = |event: &&crate::Event| {
+    let asks = |event: &&crate::WorkerEvent| {
         let (question, want) = (1000, Want::Newest);
         let instance = 0;
         let who = crate::WorkerInstance { instance, ..who };
         **event
-            == crate::Event::Asks {
+            == crate::WorkerEvent::Asks {
                 who,
                 question,
                 want,
@@ -313,7 +313,7 @@ fn worker_number_is_checked_when_admitted() {
 fn request() -> JoinRequest {
     JoinRequest {
         worker: WorkerId(3),
-        models: Models::ALL,
+        models: ModelMask::ALL,
         delivery: Delivery::Newest,
         device: String::new(),
         instance: 0,
@@ -321,12 +321,12 @@ fn request() -> JoinRequest {
 }
 
 /// The worker of the other tests, on another host.
-fn remote_reader(writer: &Writer) -> crate::RemoteReader {
+fn remote_reader(writer: &SegmentWriter) -> crate::RemoteReader {
     let options = crate::RemoteReaderOptions {
         worker: WorkerId(3),
         pid: 1,
         seen: Epoch(0),
-        models: Models::ALL,
+        models: ModelMask::ALL,
         delivery: Delivery::Newest,
         device: String::new(),
         location: Default::default(),
@@ -374,7 +374,7 @@ fn a_slot_that_finds_no_room_on_its_way_comes_later() {
     let worker = knock(&address);
     wait_for_one(&writer);
     let (_, socket, _) = shared.watched().remove(0);
-    let answer = FromSender::NoSuchVersion {
+    let answer = SenderMessage::NoSuchVersion {
         question: 1,
         model: 0,
         asked: Version(9),
@@ -391,8 +391,8 @@ fn a_slot_that_finds_no_room_on_its_way_comes_later() {
     let mut came = Vec::new();
     while came.len() < 3 {
         match worker.receive().unwrap() {
-            Packet::Data(bytes, fds) => match FromSender::decode(&bytes).unwrap() {
-                FromSender::Slot { model: 0, index } => came.push((index, fds.len())),
+            Packet::Data(bytes, fds) => match SenderMessage::decode(&bytes).unwrap() {
+                SenderMessage::Slot { model: 0, index } => came.push((index, fds.len())),
                 other => drop(other),
             },
             Packet::Empty => drop(poll([worker.as_fd()], soon()).unwrap()),
@@ -436,7 +436,7 @@ fn closing_sender_admits_no_reader() {
 }
 
 /// Gives the model another slot, and tells nobody yet.
-fn grow_unheard(shared: &Shared) {
+fn grow_unheard(shared: &SharedRegistry) {
     let bytes = shared.models[0].model.slot_bytes();
     let file = Slot::new(bytes, &AtomicBool::new(false)).unwrap();
     let mut state = shared.state();
@@ -447,7 +447,7 @@ fn grow_unheard(shared: &Shared) {
     }
 }
 
-fn send(writer: &mut Writer) -> crate::Publication {
+fn send(writer: &mut SegmentWriter) -> crate::Publication {
     let staging = writer.stage(&[0], soon()).unwrap();
     staging.publish(&Targets::All).unwrap()
 }
@@ -499,7 +499,7 @@ fn set_is_handed_out_after_its_slot_arrives() {
 fn refused_reader_gets_the_reason() {
     let address = address_of("turned-away");
     let segment = SegmentOptions::default();
-    let mut writer = Writer::create(&address, SECRET, RUN, &[model()], segment).unwrap();
+    let mut writer = SegmentWriter::create(&address, SECRET, RUN, &[model()], segment).unwrap();
     let mut worker = Worker::attach(&options(&address), soon()).unwrap();
     send(&mut writer);
     worker.next(soon()).unwrap().unwrap();
@@ -519,13 +519,13 @@ fn refused_reader_gets_the_reason() {
 fn departed_reader_gets_no_new_slots() {
     let address = address_of("no-more");
     let segment = SegmentOptions::default();
-    let mut writer = Writer::create(&address, SECRET, RUN, &[model()], segment).unwrap();
+    let mut writer = SegmentWriter::create(&address, SECRET, RUN, &[model()], segment).unwrap();
     let mut worker = Worker::attach(&options(&address), soon()).unwrap();
     send(&mut writer);
     let held = worker.next(soon()).unwrap().unwrap();
     grow_unheard(&writer.shared);
     drop(worker);
-    let owed = |state: &State| {
+    let owed = |state: &RegistryState| {
         state
             .readers
             .values()
@@ -561,15 +561,15 @@ fn death_found_by_a_refused_successor_is_reported() {
     );
 }
 
-fn relay(listener: Listener) -> crate::Relay {
+fn relay(listener: Listener) -> crate::RelaySegment {
     let options = SegmentOptions::default();
-    crate::Relay::create(listener, SECRET, (RUN, 1), &[model()], options).unwrap()
+    crate::RelaySegment::create(listener, SECRET, (RUN, 1), &[model()], options).unwrap()
 }
 
 /// Admits the next worker that asks, which is to be this one.
-fn admit_at(relay: &crate::Relay, worker: WorkerId) {
+fn admit_at(relay: &crate::RelaySegment, worker: WorkerId) {
     match relay.wait(soon()).unwrap()[..] {
-        [crate::Event::Joins { ticket, who, .. }] if who.worker == worker => {
+        [crate::WorkerEvent::Joins { ticket, who, .. }] if who.worker == worker => {
             relay.admit(ticket).unwrap();
         }
         ref events => panic!("{events:?}"),

@@ -11,12 +11,12 @@ use weightsync_core::record::RECORD_WORDS;
 use weightsync_core::{Dtype, Epoch, Targets, WorkerId};
 
 use super::*;
-use crate::map::{Mapping, OwnedFile};
+use crate::map::{MemoryMap, OwnedFile};
 use crate::spans::{CHECKSUM_BLOCK, SlotShape, Spans};
-use crate::wire::FromSender;
+use crate::wire::SenderMessage;
 use crate::{
-    AttachOptions, CopyOptions, Delivery, ModelSpec, Reader, SegmentOptions, Source, WaitStyle,
-    Writer,
+    AttachOptions, CopyOptions, Delivery, ModelDescription, SegmentOptions, SegmentReader,
+    SegmentWriter, Source, WaitStyle,
 };
 
 fn soon() -> crate::Deadline {
@@ -30,7 +30,7 @@ fn layout() -> Layout {
     Layout::new(lens.map(|len| (format!("t{len}"), Dtype::U8, vec![len]))).unwrap()
 }
 
-fn pair(slots: u8) -> (Writer, Reader) {
+fn pair(slots: u8) -> (SegmentWriter, SegmentReader) {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
     let address = format!("weightsync-test/snapshot/{}/{number}", std::process::id());
@@ -43,11 +43,11 @@ fn pair(slots: u8) -> (Writer, Reader) {
         max_slots: slots,
         ..SegmentOptions::default()
     };
-    let model = ModelSpec {
+    let model = ModelDescription {
         layout: layout(),
         note: Vec::new(),
     };
-    let writer = Writer::create(&address, [9; 16], run, &[model], options).unwrap();
+    let writer = SegmentWriter::create(&address, [9; 16], run, &[model], options).unwrap();
     let options = AttachOptions {
         address,
         secret: [9; 16],
@@ -60,10 +60,10 @@ fn pair(slots: u8) -> (Writer, Reader) {
         instance: 0,
         resume: crate::Resume::default(),
     };
-    (writer, Reader::attach(&options, soon()).unwrap())
+    (writer, SegmentReader::attach(&options, soon()).unwrap())
 }
 
-fn publish(writer: &mut Writer, version: u64) {
+fn publish(writer: &mut SegmentWriter, version: u64) {
     let bytes: Vec<Vec<u8>> = layout()
         .tensors()
         .iter()
@@ -85,13 +85,13 @@ fn publish(writer: &mut Writer, version: u64) {
     assert_eq!(publication.versions, [(0, Version(version))]);
 }
 
-fn next(reader: &mut Reader) -> Snapshot {
+fn next(reader: &mut SegmentReader) -> Snapshot {
     let mut taken = reader.next(soon()).unwrap().unwrap();
     taken.members.remove(0).snapshot
 }
 
 /// Flips a bit of a slot behind everybody's back.
-fn spoil(writer: &Writer, slot: u8, at: usize) {
+fn spoil(writer: &SegmentWriter, slot: u8, at: usize) {
     let map = writer.shared.state().slots[0][usize::from(slot)]
         .map
         .clone();
@@ -145,7 +145,7 @@ fn a_spoilt_commit_record_is_not_believed() {
     let page = writer.shared.models[0].model.clone();
     let record = page.page().read_commit(held.pin.slot).unwrap();
     let slot = held.pin.slot;
-    let refuses = |reader: &mut Reader, record: &CommitRecord| {
+    let refuses = |reader: &mut SegmentReader, record: &CommitRecord| {
         // The sender writes it; only its mapping of the header can.
         page.page().write_commit(slot, record);
         let error = reader.latest().map(drop).unwrap_err();
@@ -222,7 +222,7 @@ fn nobody_but_its_owner_can_write_shared_memory() {
         rustix::fs::ftruncate(&file.fd, 1 << 20).unwrap_err(),
         Errno::PERM
     );
-    let map = Mapping::of_peer(file.fd.as_fd(), 8192).unwrap();
+    let map = MemoryMap::of_peer(file.fd.as_fd(), 8192).unwrap();
     let flags = MprotectFlags::READ | MprotectFlags::WRITE;
     // SAFETY: the range is the mapping made above; the call is expected to fail.
     let made_writable = unsafe { rustix::mm::mprotect(map.as_ptr().cast(), 8192, flags) };
@@ -232,11 +232,11 @@ fn nobody_but_its_owner_can_write_shared_memory() {
     let open = rustix::fs::memfd_create("weightsync-test", flags).unwrap();
     rustix::fs::ftruncate(&open, 8192).unwrap();
     assert!(matches!(
-        Mapping::of_peer(open.as_fd(), 8192),
+        MemoryMap::of_peer(open.as_fd(), 8192),
         Err(Error::Protocol { .. })
     ));
     assert!(matches!(
-        Mapping::of_peer(file.fd.as_fd(), 8193),
+        MemoryMap::of_peer(file.fd.as_fd(), 8193),
         Err(Error::Protocol { .. })
     ));
 }
@@ -246,7 +246,7 @@ fn a_reader_that_breaks_the_protocol_keeps_its_pins() {
     for junk in [
         &b"nonsense"[..],
         b"",
-        &FromSender::Slot { model: 0, index: 1 }.encode(),
+        &SenderMessage::Slot { model: 0, index: 1 }.encode(),
     ] {
         let (mut writer, mut reader) = pair(2);
         publish(&mut writer, 1);

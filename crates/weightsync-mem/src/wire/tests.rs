@@ -2,8 +2,8 @@
 
 use super::*;
 
-fn readers() -> Vec<FromReader> {
-    let hello = |models, delivery, device: &str| FromReader::Hello {
+fn readers() -> Vec<ReaderMessage> {
+    let hello = |models, delivery, device: &str| ReaderMessage::Hello {
         secret: *b"sixteen bytes ok",
         worker: WorkerId(3),
         seen: Epoch(9),
@@ -18,26 +18,26 @@ fn readers() -> Vec<FromReader> {
         Want::AtLeast { model, version },
         Want::Exactly { model, version },
     ];
-    let asks = asks.map(|want| FromReader::Ask {
+    let asks = asks.map(|want| ReaderMessage::Ask {
         question: 1 << 50,
         want,
     });
     let mut messages = vec![
-        hello(Models::ALL, Delivery::Newest, ""),
-        hello(Models(5), Delivery::Every { bound: MAX_BOUND }, "cuda:0"),
-        hello(Models(1 << 63), Delivery::Asked, "größer"),
-        FromReader::Refused {
+        hello(ModelMask::ALL, Delivery::Newest, ""),
+        hello(ModelMask(5), Delivery::Every { bound: MAX_BOUND }, "cuda:0"),
+        hello(ModelMask(1 << 63), Delivery::Asked, "größer"),
+        ReaderMessage::Refused {
             sequence: 4,
             reason: "wrong shape: größer".into(),
         },
     ];
-    messages.extend([FromReader::Room, FromReader::Withdraw]);
+    messages.extend([ReaderMessage::Room, ReaderMessage::Withdraw]);
     messages.extend(asks);
     messages
 }
 
-fn senders() -> Vec<FromSender> {
-    let no_such = |known| FromSender::NoSuchVersion {
+fn senders() -> Vec<SenderMessage> {
+    let no_such = |known| SenderMessage::NoSuchVersion {
         question: 1 << 50,
         model: 63,
         asked: Version(7),
@@ -48,29 +48,29 @@ fn senders() -> Vec<FromSender> {
         id: [5; 16],
     };
     vec![
-        FromSender::Welcome {
+        SenderMessage::Welcome {
             run,
             count: 64,
-            models: Models::ALL,
+            models: ModelMask::ALL,
             relayed: 0,
         },
-        FromSender::Welcome {
+        SenderMessage::Welcome {
             run,
             count: 3,
-            models: Models(0b101),
+            models: ModelMask(0b101),
             relayed: 0,
         },
-        FromSender::Model {
+        SenderMessage::Model {
             index: 63,
             slots: 64,
             slot_bytes: 1 << 40,
             layout_bytes: 77,
             note_bytes: 0,
         },
-        FromSender::Denied {
+        SenderMessage::Denied {
             reason: String::new(),
         },
-        FromSender::Slot {
+        SenderMessage::Slot {
             model: 63,
             index: 63,
         },
@@ -82,43 +82,43 @@ fn senders() -> Vec<FromSender> {
 #[test]
 fn messages_come_back_as_they_were() {
     for message in readers() {
-        assert_eq!(FromReader::decode(&message.encode()).unwrap(), message);
+        assert_eq!(ReaderMessage::decode(&message.encode()).unwrap(), message);
     }
     for message in senders() {
-        assert_eq!(FromSender::decode(&message.encode()).unwrap(), message);
+        assert_eq!(SenderMessage::decode(&message.encode()).unwrap(), message);
     }
 }
 
 #[test]
 fn cut_and_lengthened_packets_are_refused() {
-    for packet in readers().iter().map(FromReader::encode) {
+    for packet in readers().iter().map(ReaderMessage::encode) {
         for len in 0..packet.len() {
             assert!(
-                FromReader::decode(&packet[..len]).is_err(),
+                ReaderMessage::decode(&packet[..len]).is_err(),
                 "{len} of {}",
                 packet.len()
             );
         }
-        assert!(FromReader::decode(&[&packet[..], b"x"].concat()).is_err());
+        assert!(ReaderMessage::decode(&[&packet[..], b"x"].concat()).is_err());
     }
-    for packet in senders().iter().map(FromSender::encode) {
+    for packet in senders().iter().map(SenderMessage::encode) {
         for len in 0..packet.len() {
             assert!(
-                FromSender::decode(&packet[..len]).is_err(),
+                SenderMessage::decode(&packet[..len]).is_err(),
                 "{len} of {}",
                 packet.len()
             );
         }
-        assert!(FromSender::decode(&[&packet[..], b"x"].concat()).is_err());
+        assert!(SenderMessage::decode(&[&packet[..], b"x"].concat()).is_err());
     }
 }
 
 #[test]
 fn long_texts_are_cut_at_a_character() {
     let reason = "ö".repeat(2 * MAX_TEXT);
-    let packet = FromSender::Denied { reason }.encode();
+    let packet = SenderMessage::Denied { reason }.encode();
     assert!(packet.len() <= MAX_PACKET);
-    let FromSender::Denied { reason } = FromSender::decode(&packet).unwrap() else {
+    let SenderMessage::Denied { reason } = SenderMessage::decode(&packet).unwrap() else {
         panic!("another message came back")
     };
     assert_eq!(reason, "ö".repeat(MAX_TEXT / 2));
@@ -127,7 +127,7 @@ fn long_texts_are_cut_at_a_character() {
 #[test]
 fn numbers_out_of_range_are_refused() {
     let hello = |models, delivery| {
-        FromReader::Hello {
+        ReaderMessage::Hello {
             secret: [0; 16],
             worker: WorkerId(0),
             seen: Epoch(0),
@@ -138,12 +138,12 @@ fn numbers_out_of_range_are_refused() {
         }
         .encode()
     };
-    let ask = |want| FromReader::Ask { question: 1, want }.encode();
+    let ask = |want| ReaderMessage::Ask { question: 1, want }.encode();
     let beyond = MAX_BOUND + 1;
     for packet in [
-        hello(Models(0), Delivery::Newest),
-        hello(Models::ALL, Delivery::Every { bound: 0 }),
-        hello(Models::ALL, Delivery::Every { bound: beyond }),
+        hello(ModelMask(0), Delivery::Newest),
+        hello(ModelMask::ALL, Delivery::Every { bound: 0 }),
+        hello(ModelMask::ALL, Delivery::Every { bound: beyond }),
         ask(Want::AtLeast {
             model: 64,
             version: Version(1),
@@ -157,10 +157,10 @@ fn numbers_out_of_range_are_refused() {
             version: Version::NONE,
         }),
     ] {
-        assert!(FromReader::decode(&packet).is_err(), "{packet:?}");
+        assert!(ReaderMessage::decode(&packet).is_err(), "{packet:?}");
     }
     let welcome = |count, models| {
-        FromSender::Welcome {
+        SenderMessage::Welcome {
             run: Run {
                 epoch: Epoch(0),
                 id: [0; 16],
@@ -172,7 +172,7 @@ fn numbers_out_of_range_are_refused() {
         .encode()
     };
     let model = |index, slots| {
-        FromSender::Model {
+        SenderMessage::Model {
             index,
             slots,
             slot_bytes: 0,
@@ -181,19 +181,19 @@ fn numbers_out_of_range_are_refused() {
         }
         .encode()
     };
-    let slot = |model, index| FromSender::Slot { model, index }.encode();
+    let slot = |model, index| SenderMessage::Slot { model, index }.encode();
     for packet in [
-        welcome(0, Models(1)),
-        welcome(65, Models(1)),
-        welcome(3, Models(0b1000)),
-        welcome(3, Models(0)),
+        welcome(0, ModelMask(1)),
+        welcome(65, ModelMask(1)),
+        welcome(3, ModelMask(0b1000)),
+        welcome(3, ModelMask(0)),
         model(64, 1),
         model(0, 0),
         model(0, 65),
         slot(64, 0),
         slot(0, 64),
     ] {
-        assert!(FromSender::decode(&packet).is_err(), "{packet:?}");
+        assert!(SenderMessage::decode(&packet).is_err(), "{packet:?}");
     }
 }
 
@@ -201,22 +201,22 @@ fn numbers_out_of_range_are_refused() {
 fn long_lists_and_labels_are_cut() {
     let known = (1..100).map(Version).collect();
     let (model, asked) = (0, Version(1));
-    let packet = FromSender::NoSuchVersion {
+    let packet = SenderMessage::NoSuchVersion {
         question: 1,
         model,
         asked,
         known,
     }
     .encode();
-    let FromSender::NoSuchVersion { known, .. } = FromSender::decode(&packet).unwrap() else {
+    let SenderMessage::NoSuchVersion { known, .. } = SenderMessage::decode(&packet).unwrap() else {
         panic!("another message came back")
     };
     assert_eq!(known, (1..=16).map(Version).collect::<Vec<_>>());
-    let mut packet = FromReader::Hello {
+    let mut packet = ReaderMessage::Hello {
         secret: [0; 16],
         worker: WorkerId(0),
         seen: Epoch(0),
-        models: Models::ALL,
+        models: ModelMask::ALL,
         delivery: Delivery::Newest,
         device: "x".repeat(100),
         instance: 77,
@@ -225,7 +225,7 @@ fn long_lists_and_labels_are_cut() {
     // Bytes that are no characters grow when they are mended.
     let len = packet.len();
     packet[len - 64..].fill(0xff);
-    let FromReader::Hello { device, .. } = FromReader::decode(&packet).unwrap() else {
+    let ReaderMessage::Hello { device, .. } = ReaderMessage::decode(&packet).unwrap() else {
         panic!("another message came back")
     };
     assert!(device.len() <= MAX_DEVICE && device.starts_with(char::REPLACEMENT_CHARACTER));
@@ -233,9 +233,9 @@ fn long_lists_and_labels_are_cut() {
 
 #[test]
 fn another_protocol_version_is_named() {
-    let mut packet = FromSender::Slot { model: 0, index: 0 }.encode();
+    let mut packet = SenderMessage::Slot { model: 0, index: 0 }.encode();
     packet[4] = 9;
-    let error = FromSender::decode(&packet).unwrap_err().to_string();
+    let error = SenderMessage::decode(&packet).unwrap_err().to_string();
     assert!(
         error.contains("version 9") && error.contains("same weightsync"),
         "{error}"

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use weightsync_core::{Version, WorkerId};
 use weightsync_mem::{
-    AttachOptions, Delivery, Error, Level, Outcome, Reader, SegmentOptions, Targets, Want,
+    AttachOptions, Delivery, Error, Level, Outcome, SegmentOptions, SegmentReader, Targets, Want,
 };
 
 use crate::delivery::{joins, soon};
@@ -291,7 +291,7 @@ fn asking_out_of_turn_is_refused() {
         delivery: Delivery::Asked,
         ..attach(&address, 1)
     };
-    let mut second = Reader::attach(&options, within(20)).unwrap();
+    let mut second = SegmentReader::attach(&options, within(20)).unwrap();
     let other = Want::Exactly {
         model: 0,
         version: Version(1),
@@ -361,7 +361,7 @@ fn asking_for_version_0_costs_the_worker_nothing() {
 fn send_ignores_a_pull_that_waits_for_a_later_version() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 4));
-    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     send(&mut writer, &[0], &Targets::All);
     let first = reader.next(within(20)).unwrap().unwrap();
     reader.applied(&first).unwrap();

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::{Epoch, Version, WorkerId};
 use weightsync_mem::{
-    AttachOptions, Attendance, Deadline, Delivery, Error, Level, Models, Outcome, Reader,
-    RemoteReaderOptions, RemoteReaders, SegmentOptions, Targets, Want,
+    AttachOptions, Attendance, Deadline, Delivery, Error, Level, ModelMask, Outcome,
+    RemoteReaderOptions, RemoteReaders, SegmentOptions, SegmentReader, Targets, Want,
 };
 
 use crate::{
@@ -18,12 +18,12 @@ pub fn soon() -> Deadline {
     Some(Instant::now() + Duration::from_millis(100))
 }
 
-pub fn joins(address: &str, worker: u32, delivery: Delivery) -> Reader {
+pub fn joins(address: &str, worker: u32, delivery: Delivery) -> SegmentReader {
     let options = AttachOptions {
         delivery,
         ..attach(address, worker)
     };
-    Reader::attach(&options, within(20)).unwrap()
+    SegmentReader::attach(&options, within(20)).unwrap()
 }
 
 #[test]
@@ -245,7 +245,7 @@ fn outcome_is_applied_only_for_loaded_versions() {
         models: Some(vec![1]),
         ..attach(&address, 0)
     };
-    let mut reader = Reader::attach(&options, within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&options, within(20)).unwrap();
     send(&mut writer, &[0, 1], &Targets::All);
     let taken = reader.next(within(20)).unwrap().unwrap();
     for wrong in [0, 2, 63, 64, usize::MAX] {
@@ -324,13 +324,13 @@ fn the_sender_says_how_long_a_queue_may_be() {
             worker: WorkerId(1),
             pid: 1,
             seen: Epoch(0),
-            models: Models::ALL,
+            models: ModelMask::ALL,
             delivery,
             device: String::new(),
             location: Default::default(),
         };
         let joined = [
-            Reader::attach(&here, within(20)).map(drop),
+            SegmentReader::attach(&here, within(20)).map(drop),
             RemoteReaders::of(&writer)
                 .join(remote_reader, |_| ())
                 .map(drop),

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::{Epoch, Version, WorkerId};
 use weightsync_mem::{
-    AttachOptions, CopyOptions, Delivery, Error, Level, ModelSpec, Outcome, Reader, SegmentOptions,
-    Source, Targets, WaitStyle, Want, Writer,
+    AttachOptions, CopyOptions, Delivery, Error, Level, ModelDescription, Outcome, SegmentOptions,
+    SegmentReader, SegmentWriter, Source, Targets, WaitStyle, Want,
 };
 
 use crate::{
@@ -18,8 +18,8 @@ use crate::{
 fn a_reader_that_left_is_a_line_once() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
-    let reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
-    let mut stays = Reader::attach(&attach(&address, 1), within(20)).unwrap();
+    let reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut stays = SegmentReader::attach(&attach(&address, 1), within(20)).unwrap();
     drop(reader);
     let publication = publish(&mut writer, 1, CopyOptions::default());
     take(&mut stays);
@@ -53,12 +53,12 @@ fn a_reader_that_left_is_a_line_once() {
 fn pins_outlive_the_reader_that_made_them() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
-    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     publish(&mut writer, 1, CopyOptions::default());
     let held = take(&mut reader);
     drop(reader);
     // The same worker joins again while its old snapshot is still held.
-    let mut again = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut again = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     publish(&mut writer, 2, CopyOptions::default());
     drop(take(&mut again));
     assert!(matches!(
@@ -75,8 +75,8 @@ fn pins_outlive_the_reader_that_made_them() {
 fn late_and_refusing_readers_are_lines_too() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
-    let mut refuses = Reader::attach(&attach(&address, 0), within(20)).unwrap();
-    let _sleeps = Reader::attach(&attach(&address, 1), within(20)).unwrap();
+    let mut refuses = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
+    let _sleeps = SegmentReader::attach(&attach(&address, 1), within(20)).unwrap();
     let publication = publish(&mut writer, 1, CopyOptions::default());
     let taken = refuses.next(within(20)).unwrap().unwrap();
     refuses
@@ -104,7 +104,7 @@ fn late_and_refusing_readers_are_lines_too() {
 fn sender_close_arrives_after_all_versions() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
-    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     publish(&mut writer, 1, CopyOptions::default());
     drop(writer);
     let last = take(&mut reader);
@@ -122,7 +122,7 @@ fn a_sleeping_reader_wakes_when_the_sender_closes() {
             wait,
             ..attach(&address, 0)
         };
-        let mut reader = Reader::attach(&options, within(20)).unwrap();
+        let mut reader = SegmentReader::attach(&options, within(20)).unwrap();
         let waiting = std::thread::spawn(move || reader.next(None).map(drop));
         drop(writer);
         assert!(matches!(waiting.join().unwrap(), Err(Error::SenderClosed)));
@@ -133,7 +133,8 @@ fn a_sleeping_reader_wakes_when_the_sender_closes() {
 fn two_senders_cannot_share_a_name() {
     let address = address();
     let first = writer(&address, slots(2, 2));
-    let second = Writer::create(&address, SECRET, RUN, &[model()], SegmentOptions::default());
+    let second =
+        SegmentWriter::create(&address, SECRET, RUN, &[model()], SegmentOptions::default());
     assert!(matches!(second, Err(Error::AddressInUse { .. })));
     drop(first);
     writer(&address, slots(2, 2));
@@ -143,9 +144,9 @@ fn two_senders_cannot_share_a_name() {
 fn joining_on_wrong_terms_is_refused_in_words() {
     let address = address();
     let writer = writer(&address, slots(2, 2));
-    let _first = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let _first = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     let refused = |options: AttachOptions| {
-        Reader::attach(&options, within(20))
+        SegmentReader::attach(&options, within(20))
             .unwrap_err()
             .to_string()
     };
@@ -170,7 +171,7 @@ fn joining_on_wrong_terms_is_refused_in_words() {
     };
     let soon = Some(Instant::now() + Duration::from_millis(100));
     assert!(matches!(
-        Reader::attach(&wrong, soon),
+        SegmentReader::attach(&wrong, soon),
         Err(Error::NoSender { .. })
     ));
     let own = AttachOptions {
@@ -179,7 +180,7 @@ fn joining_on_wrong_terms_is_refused_in_words() {
         device: "cuda:7".into(),
         ..attach(&address, 1)
     };
-    let reader = Reader::attach(&own, within(20)).unwrap();
+    let reader = SegmentReader::attach(&own, within(20)).unwrap();
     assert_eq!(reader.models(), [(0, model())]);
     assert_eq!(writer.readers()[1].device, "cuda:7");
 }
@@ -190,7 +191,7 @@ fn options_out_of_range_are_named() {
         history: 63,
         ..SegmentOptions::default()
     };
-    let long = ModelSpec {
+    let long = ModelDescription {
         note: vec![0; (16 << 20) + 1],
         ..model()
     };
@@ -203,7 +204,7 @@ fn options_out_of_range_are_named() {
         (vec![model(); 65], slots(2, 2), "models"),
         (vec![long], slots(2, 2), "a model's note"),
     ] {
-        let error = Writer::create(&address(), SECRET, RUN, &models, options).unwrap_err();
+        let error = SegmentWriter::create(&address(), SECRET, RUN, &models, options).unwrap_err();
         assert!(
             matches!(error, Error::BadOption { option, .. } if option == name),
             "{error}"
@@ -239,7 +240,9 @@ fn options_out_of_range_are_named() {
             ..good.clone()
         },
     ] {
-        let error = Reader::attach(&options, within(0)).map(drop).unwrap_err();
+        let error = SegmentReader::attach(&options, within(0))
+            .map(drop)
+            .unwrap_err();
         assert!(
             matches!(error, Error::BadOption { .. }),
             "{options:?}: {error}"
@@ -257,8 +260,8 @@ fn closed_segment_leaves_nothing_behind() {
             models: Some(vec![1]),
             ..attach(&address, 1)
         };
-        let mut every = Reader::attach(&options, within(20)).unwrap();
-        let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+        let mut every = SegmentReader::attach(&options, within(20)).unwrap();
+        let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
         let (mut held, mut views) = (Vec::new(), Vec::new());
         for _ in 0..3 {
             let options = CopyOptions {
@@ -311,7 +314,7 @@ fn fds() -> usize {
 fn forked_child_must_open_its_own_end() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
-    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     let first = publish(&mut writer, 1, CopyOptions::default());
     let held = take_set(&mut reader);
     let waiter = writer.waiter();

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use weightsync_mem::{CopyOptions, Error, Reader, raise_files};
+use weightsync_mem::{CopyOptions, Error, SegmentReader, raise_files};
 
 use super::forks::Parent;
 use super::{address, attach, publish, slots, take, within, writer};
@@ -33,7 +33,7 @@ fn sender_raises_its_limit_for_a_thousand_workers() {
         std::mem::forget(writer);
     });
     let readers = (0..workers).map(|worker| {
-        let mut reader = Reader::attach(&attach(&address, worker), within(60)).unwrap();
+        let mut reader = SegmentReader::attach(&attach(&address, worker), within(60)).unwrap();
         take(&mut reader);
         reader
     });
@@ -54,7 +54,7 @@ fn a_sender_out_of_files_does_not_blame_its_workers() {
             while joined.len() < WORKERS as usize && !gone.load(Ordering::Relaxed) {
                 let soon = Some(Instant::now() + Duration::from_secs(1));
                 let info = attach(&address, joined.len() as u32);
-                joined.extend(Reader::attach(&info, soon));
+                joined.extend(SegmentReader::attach(&info, soon));
             }
             joined
         }

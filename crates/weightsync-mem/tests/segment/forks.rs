@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-use weightsync_mem::{CopyOptions, Error, Listener, Outcome, Reader, is_served};
+use weightsync_mem::{CopyOptions, Error, Listener, Outcome, SegmentReader, is_served};
 
 use crate::patience::patience;
 use crate::{address, attach, check, outcomes, publish, settle, slots, take, within, writer};
@@ -28,7 +28,7 @@ fn killed_sender_is_dead_with_sockets_in_a_child() {
         publish(&mut writer, 1, CopyOptions::default());
         std::mem::forget(writer);
     });
-    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     let held = take(&mut reader);
     assert!(is_served(&address).unwrap());
     sender.kill();
@@ -42,7 +42,7 @@ fn killed_sender_is_dead_with_sockets_in_a_child() {
     let error = Listener::at(&address).unwrap_err();
     assert!(matches!(error, Error::AddressInUse { .. }), "{error}");
     for _ in 0..1100 {
-        let error = Reader::attach(&attach(&address, 1), within(0)).unwrap_err();
+        let error = SegmentReader::attach(&attach(&address, 1), within(0)).unwrap_err();
         assert!(matches!(error, Error::NoSender { .. }), "{error}");
     }
     // By now nobody can even queue up.
@@ -57,7 +57,7 @@ fn closing_sender_refuses_joins_with_sockets_in_child() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
     publish(&mut writer, 1, CopyOptions::default());
-    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     take(&mut reader);
     let child = Parent::fork(|| ());
     drop(writer);
@@ -65,7 +65,7 @@ fn closing_sender_refuses_joins_with_sockets_in_child() {
     let error = reader.next(within(20)).unwrap_err();
     assert!(matches!(error, Error::SenderClosed), "{error}");
     assert!(!is_served(&address).unwrap());
-    let error = Reader::attach(&attach(&address, 0), within(0)).unwrap_err();
+    let error = SegmentReader::attach(&attach(&address, 0), within(0)).unwrap_err();
     assert!(matches!(error, Error::NoSender { .. }), "{error}");
     assert!(since.elapsed() < at_once(), "{:?}", since.elapsed());
     assert!(child.child_lives());
@@ -80,7 +80,7 @@ fn closing_sender_disconnects_waiting_readers() {
     std::thread::scope(|scope| {
         let joining = scope.spawn(|| {
             // The sender says no more, and the next attempt is refused.
-            Reader::attach(&attach(&address, 0), Some(Instant::now() + SHORT))
+            SegmentReader::attach(&attach(&address, 0), Some(Instant::now() + SHORT))
         });
         let since = Instant::now();
         drop(listener);
@@ -97,7 +97,7 @@ fn killed_worker_is_dead_with_its_socket_in_a_child() {
     let mut writer = writer(&address, slots(2, 2));
     publish(&mut writer, 1, CopyOptions::default());
     let worker = Parent::fork(|| {
-        let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+        let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
         std::mem::forget((take(&mut reader), reader));
     });
     let publication = publish(&mut writer, 2, CopyOptions::default());
@@ -109,7 +109,7 @@ fn killed_worker_is_dead_with_its_socket_in_a_child() {
     );
     // The dead worker's slot and number are free.
     publish(&mut writer, 3, CopyOptions::default());
-    let mut next = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut next = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     take(&mut next);
     assert!(since.elapsed() < at_once(), "{:?}", since.elapsed());
     assert!(worker.child_lives());

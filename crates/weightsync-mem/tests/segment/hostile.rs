@@ -8,8 +8,8 @@ use rustix::net::{
     SocketFlags, SocketType, connect, recv, send, sendmsg, socket_with,
 };
 use weightsync_core::{Dtype, Layout};
-use weightsync_mem::wire::{FromReader, FromSender, Models};
-use weightsync_mem::{CopyOptions, Delivery, Error, Reader};
+use weightsync_mem::wire::{ModelMask, ReaderMessage, SenderMessage};
+use weightsync_mem::{CopyOptions, Delivery, Error, SegmentReader};
 
 use crate::{SECRET, address, attach, publish, slots, take, within, writer};
 
@@ -43,7 +43,7 @@ fn silent_and_talkative_strangers_keep_nobody_out() {
         let fd = stranger(&address);
         send(&fd, junk, SendFlags::NOSIGNAL).unwrap();
     }
-    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     publish(&mut writer, 1, CopyOptions::default());
     take(&mut reader);
     assert_eq!(writer.readers().len(), 1);
@@ -55,11 +55,11 @@ fn a_hello_without_a_control_page_is_refused() {
     let address = address();
     let writer = writer(&address, slots(2, 2));
     let fd = stranger(&address);
-    let hello = FromReader::Hello {
+    let hello = ReaderMessage::Hello {
         secret: SECRET,
         worker: weightsync_core::WorkerId(0),
         seen: weightsync_core::Epoch(0),
-        models: Models::ALL,
+        models: ModelMask::ALL,
         delivery: Delivery::Newest,
         device: String::new(),
         instance: 77,
@@ -67,7 +67,7 @@ fn a_hello_without_a_control_page_is_refused() {
     send(&fd, &hello.encode(), SendFlags::NOSIGNAL).unwrap();
     let mut answer = [0; 1024];
     let (len, _) = recv(&fd, &mut answer[..], rustix::net::RecvFlags::empty()).unwrap();
-    let FromSender::Denied { reason } = FromSender::decode(&answer[..len]).unwrap() else {
+    let SenderMessage::Denied { reason } = SenderMessage::decode(&answer[..len]).unwrap() else {
         panic!("let in")
     };
     assert!(reason.contains("control page"), "{reason}");
@@ -87,19 +87,20 @@ fn a_sender_that_talks_nonsense_is_an_error() {
     .unwrap();
     rustix::net::bind(&fd, &name).unwrap();
     rustix::net::listen(&fd, 8).unwrap();
-    let welcome = FromSender::Welcome {
+    let welcome = SenderMessage::Welcome {
         run: crate::RUN,
         count: 64,
-        models: Models::ALL,
+        models: ModelMask::ALL,
         relayed: 0,
     };
     for nonsense in [
         b"nonsense".to_vec(),
         welcome.encode(),
-        FromSender::Slot { model: 0, index: 0 }.encode(),
+        SenderMessage::Slot { model: 0, index: 0 }.encode(),
     ] {
         let options = attach(&address, 0);
-        let joining = std::thread::spawn(move || Reader::attach(&options, within(20)).map(drop));
+        let joining =
+            std::thread::spawn(move || SegmentReader::attach(&options, within(20)).map(drop));
         let peer = rustix::net::accept(&fd).unwrap();
         send(&peer, &nonsense, SendFlags::NOSIGNAL).unwrap();
         let error = joining.join().unwrap().unwrap_err();
@@ -152,7 +153,7 @@ fn a_sender_that_hands_out_a_wrong_model_is_an_error() {
     let slot = sealed(b"", 4096);
     let doorbell = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
     let model = |index, slots, slot_bytes, layout_bytes, note_bytes| {
-        let packet = FromSender::Model {
+        let packet = SenderMessage::Model {
             index,
             slots,
             slot_bytes,
@@ -161,7 +162,7 @@ fn a_sender_that_hands_out_a_wrong_model_is_an_error() {
         };
         packet.encode()
     };
-    let denied = FromSender::Denied {
+    let denied = SenderMessage::Denied {
         reason: "changed my mind".into(),
     };
     for (packet, whole) in [
@@ -175,15 +176,16 @@ fn a_sender_that_hands_out_a_wrong_model_is_an_error() {
         (model(0, 1, 4096, len, 17 << 20), false),
         (model(0, 1, 4096, len, PAGE as u64), false),
         (denied.encode(), false),
-        (FromSender::Slot { model: 0, index: 0 }.encode(), false),
+        (SenderMessage::Slot { model: 0, index: 0 }.encode(), false),
     ] {
         let options = attach(&address, 0);
-        let joining = std::thread::spawn(move || Reader::attach(&options, within(20)).map(drop));
+        let joining =
+            std::thread::spawn(move || SegmentReader::attach(&options, within(20)).map(drop));
         let peer = rustix::net::accept(&listener).unwrap();
-        let welcome = FromSender::Welcome {
+        let welcome = SenderMessage::Welcome {
             run: crate::RUN,
             count: 1,
-            models: Models::first(1),
+            models: ModelMask::first(1),
             relayed: 0,
         };
         send_fds(&peer, &welcome.encode(), &[&page, &page, &doorbell]);
@@ -204,17 +206,17 @@ fn a_sender_that_hands_out_a_wrong_model_is_an_error() {
 proptest! {
     #[test]
     fn every_decoder_survives_random_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..200), kind in any::<u8>()) {
-        let _ = FromReader::decode(&bytes);
-        let _ = FromSender::decode(&bytes);
-        let mut packet = FromSender::Slot { model: 0, index: 0 }.encode();
+        let _ = ReaderMessage::decode(&bytes);
+        let _ = SenderMessage::decode(&bytes);
+        let mut packet = SenderMessage::Slot { model: 0, index: 0 }.encode();
         packet.truncate(7);
         packet[6] = kind;
         packet.extend_from_slice(&bytes);
-        if let Ok(message) = FromReader::decode(&packet) {
-            prop_assert_eq!(FromReader::decode(&message.encode()).unwrap(), message);
+        if let Ok(message) = ReaderMessage::decode(&packet) {
+            prop_assert_eq!(ReaderMessage::decode(&message.encode()).unwrap(), message);
         }
-        if let Ok(message) = FromSender::decode(&packet) {
-            prop_assert_eq!(FromSender::decode(&message.encode()).unwrap(), message);
+        if let Ok(message) = SenderMessage::decode(&packet) {
+            prop_assert_eq!(SenderMessage::decode(&message.encode()).unwrap(), message);
         }
     }
 }

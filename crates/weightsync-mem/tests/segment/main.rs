@@ -21,8 +21,9 @@ use std::time::Instant;
 
 use weightsync_core::{Dtype, Epoch, Layout, Run, Version, WorkerId};
 use weightsync_mem::{
-    AttachOptions, CopyOptions, Deadline, Delivery, Level, ModelSpec, Outcome, Publication, Reader,
-    SegmentOptions, Snapshot, Source, Taken, Targets, WaitStyle, WorkerReport, Writer,
+    AttachOptions, CopyOptions, Deadline, Delivery, Level, ModelDescription, Outcome, Publication,
+    SegmentOptions, SegmentReader, SegmentWriter, Snapshot, Source, Taken, Targets, WaitStyle,
+    WorkerReport,
 };
 
 const SECRET: [u8; 16] = *b"secret of tests!";
@@ -72,16 +73,16 @@ fn attach(address: &str, worker: u32) -> AttachOptions {
     }
 }
 
-fn model() -> ModelSpec {
-    ModelSpec {
+fn model() -> ModelDescription {
+    ModelDescription {
         layout: layout(),
         note: b"a note".to_vec(),
     }
 }
 
 /// A segment of one model.
-fn writer(address: &str, options: SegmentOptions) -> Writer {
-    Writer::create(address, SECRET, RUN, &[model()], options).unwrap()
+fn writer(address: &str, options: SegmentOptions) -> SegmentWriter {
+    SegmentWriter::create(address, SECRET, RUN, &[model()], options).unwrap()
 }
 
 fn slots(slots: u8, max_slots: u8) -> SegmentOptions {
@@ -93,36 +94,36 @@ fn slots(slots: u8, max_slots: u8) -> SegmentOptions {
 }
 
 /// A segment of some small models, each with a layout of its own.
-fn small(address: &str, models: usize, options: SegmentOptions) -> Writer {
+fn small(address: &str, models: usize, options: SegmentOptions) -> SegmentWriter {
     let models: Vec<_> = (0..models)
         .map(|model| {
             let shape = vec![50 + model as u64, 3];
             let tensors = [("w", Dtype::BF16, shape), ("b", Dtype::I8, vec![7])];
             let tensors = tensors.map(|(name, dtype, shape)| (name.to_owned(), dtype, shape));
-            ModelSpec {
+            ModelDescription {
                 layout: Layout::new(tensors).unwrap(),
                 note: vec![model as u8; model],
             }
         })
         .collect();
-    Writer::create(address, SECRET, RUN, &models, options).unwrap()
+    SegmentWriter::create(address, SECRET, RUN, &models, options).unwrap()
 }
 
 /// Publishes the next version of the first model to all, every byte of it
 /// derived from its number, which is to be `version`.
-fn publish(writer: &mut Writer, version: u64, options: CopyOptions) -> Publication {
+fn publish(writer: &mut SegmentWriter, version: u64, options: CopyOptions) -> Publication {
     let publication = send_with(writer, &[0], &Targets::All, options);
     assert_eq!(publication.versions, [(0, Version(version))]);
     publication
 }
 
 /// Publishes the next versions of some models, as one set.
-fn send(writer: &mut Writer, models: &[usize], targets: &Targets) -> Publication {
+fn send(writer: &mut SegmentWriter, models: &[usize], targets: &Targets) -> Publication {
     send_with(writer, models, targets, CopyOptions::default())
 }
 
 fn send_with(
-    writer: &mut Writer,
+    writer: &mut SegmentWriter,
     models: &[usize],
     targets: &Targets,
     options: CopyOptions,
@@ -156,7 +157,7 @@ fn workers(numbers: &[u32]) -> Targets {
 }
 
 /// The lines of a publication once it is applied everywhere, within 20 s.
-fn settle(writer: &Writer, publication: &Publication) -> Vec<WorkerReport> {
+fn settle(writer: &SegmentWriter, publication: &Publication) -> Vec<WorkerReport> {
     let waiter = writer.waiter();
     waiter
         .settle(publication, Level::Applied, within(20))
@@ -184,12 +185,12 @@ fn check(snapshot: &Snapshot) {
 }
 
 /// Takes the next set, of one model, checks it and reports it as applied.
-fn take(reader: &mut Reader) -> Snapshot {
+fn take(reader: &mut SegmentReader) -> Snapshot {
     only(take_set(reader))
 }
 
 /// Takes the next set, checks it and reports it as applied.
-fn take_set(reader: &mut Reader) -> Taken {
+fn take_set(reader: &mut SegmentReader) -> Taken {
     let taken = reader
         .next(within(20))
         .unwrap()
@@ -203,7 +204,7 @@ fn take_set(reader: &mut Reader) -> Taken {
 }
 
 /// Waits for the answer to what was asked, checks and applies it.
-fn answered(reader: &mut Reader) -> Taken {
+fn answered(reader: &mut SegmentReader) -> Taken {
     let taken = reader
         .answer(within(20))
         .unwrap()
@@ -245,6 +246,6 @@ fn outcomes(lines: &[WorkerReport]) -> Vec<(u32, Outcome)> {
 }
 
 /// There is nothing new for this reader.
-fn nothing_new(reader: &mut Reader) -> bool {
+fn nothing_new(reader: &mut SegmentReader) -> bool {
     reader.next(within(0)).unwrap().is_none()
 }

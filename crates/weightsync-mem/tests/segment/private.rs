@@ -4,7 +4,9 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
 
 use weightsync_core::Version;
-use weightsync_mem::{CopyOptions, Error, ModelSpec, PrivateView, Reader, Snapshot, Writer};
+use weightsync_mem::{
+    CopyOptions, Error, ModelDescription, PrivateMapping, SegmentReader, SegmentWriter, Snapshot,
+};
 
 use crate::faults::exit_code;
 use crate::{
@@ -12,18 +14,18 @@ use crate::{
 };
 
 /// Two models: the thread that drops the last view sweeps the first, the watch the second.
-fn models() -> [ModelSpec; 2] {
+fn models() -> [ModelDescription; 2] {
     let small = small(&address(), 1, slots(2, 2)).models()[0].clone();
     let both = [small, model()];
     assert!(both[0].layout.bytes() < 1 << 20 && both[1].layout.bytes() > 1 << 20);
     both
 }
 
-fn pair(model: &ModelSpec) -> (Writer, [Reader; 2]) {
+fn pair(model: &ModelDescription) -> (SegmentWriter, [SegmentReader; 2]) {
     let address = address();
     let models = std::slice::from_ref(model);
-    let writer = Writer::create(&address, SECRET, RUN, models, slots(2, 2)).unwrap();
-    let join = |worker| Reader::attach(&attach(&address, worker), within(20)).unwrap();
+    let writer = SegmentWriter::create(&address, SECRET, RUN, models, slots(2, 2)).unwrap();
+    let join = |worker| SegmentReader::attach(&attach(&address, worker), within(20)).unwrap();
     (writer, [join(0), join(1)])
 }
 
@@ -181,7 +183,7 @@ fn a_forked_child_has_no_view() {
 }
 
 /// A view whose written tensors are reported at the other end.
-fn view(snapshot: &Snapshot) -> (PrivateView, Receiver<Vec<usize>>) {
+fn view(snapshot: &Snapshot) -> (PrivateMapping, Receiver<Vec<usize>>) {
     let (tell, told) = mpsc::channel();
     let view = snapshot.private_with(move |written| tell.send(written.to_vec()).unwrap());
     (view.unwrap(), told)
@@ -197,7 +199,7 @@ fn is_told(told: &Receiver<Vec<usize>>, written: &[usize]) {
     assert_eq!(told.recv_timeout(Duration::from_secs(20)).ok(), None);
 }
 
-fn is_as_sent(view: &PrivateView) {
+fn is_as_sent(view: &PrivateMapping) {
     let snapshot = view.snapshot();
     let version: Version = snapshot.version();
     for (index, tensor) in view.layout().tensors().iter().enumerate() {
@@ -206,19 +208,19 @@ fn is_as_sent(view: &PrivateView) {
     }
 }
 
-fn write(view: &PrivateView, index: usize) {
+fn write(view: &PrivateMapping, index: usize) {
     for byte in place(view, index) {
         *byte ^= 0x55;
     }
 }
 
-fn bytes(view: &PrivateView, index: usize) -> &[u8] {
+fn bytes(view: &PrivateMapping, index: usize) -> &[u8] {
     place(view, index)
 }
 
 /// A tensor's place. No test holds two of one tensor at a time.
 #[allow(clippy::mut_from_ref)]
-fn place(view: &PrivateView, index: usize) -> &mut [u8] {
+fn place(view: &PrivateMapping, index: usize) -> &mut [u8] {
     let range = view.layout().tensors()[index].range;
     assert!(range.offset + range.len <= view.len() as u64);
     // SAFETY: the offset is in the view's memory (asserted).

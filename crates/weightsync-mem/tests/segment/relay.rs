@@ -5,7 +5,8 @@ use std::thread::JoinHandle;
 
 use weightsync_core::{Digest, Version};
 use weightsync_mem::{
-    Error, Event, Listener, Reader, Relay, SegmentOptions, Taken, WorkerInstance,
+    Error, Listener, RelaySegment, SegmentOptions, SegmentReader, Taken, WorkerEvent,
+    WorkerInstance,
 };
 
 use super::{RUN, SECRET, address, attach, model, within};
@@ -16,7 +17,7 @@ fn departed_worker_is_reported_once() {
     let (_, worker) = admitted(&relay, &address);
     // The worker keeps its version, so that it is not forgotten when it leaves.
     let held = taken(&relay, worker);
-    let is_gone = |event: &Event| matches!(event, Event::Gone { .. });
+    let is_gone = |event: &WorkerEvent| matches!(event, WorkerEvent::Gone { .. });
     while !relay.wait(within(20)).unwrap().iter().any(is_gone) {}
     relay.report_again();
     assert_eq!(relay.last_events(), []);
@@ -33,9 +34,9 @@ fn rejoining_worker_leaves_first() {
         std::thread::sleep(std::time::Duration::from_millis(1));
     }
     let events = relay.wait(within(20)).unwrap();
-    let place = |is: fn(&Event) -> bool| events.iter().position(is);
-    let gone = place(|event| matches!(event, Event::Gone { .. }));
-    let joins = place(|event| matches!(event, Event::Joins { .. }));
+    let place = |is: fn(&WorkerEvent) -> bool| events.iter().position(is);
+    let gone = place(|event| matches!(event, WorkerEvent::Gone { .. }));
+    let joins = place(|event| matches!(event, WorkerEvent::Joins { .. }));
     assert!(gone.is_some() && gone < joins, "{events:?}");
     relay.admit(first + 1).unwrap();
     again.join().unwrap().unwrap();
@@ -50,7 +51,7 @@ fn of_two_that_wait_under_one_number_one_is_let_in() {
     while tickets.len() < 2 {
         let events = relay.wait(within(20)).unwrap();
         tickets.extend(events.iter().filter_map(|event| match event {
-            Event::Joins { ticket, .. } => Some(*ticket),
+            WorkerEvent::Joins { ticket, .. } => Some(*ticket),
             _ => None,
         }));
     }
@@ -59,29 +60,30 @@ fn of_two_that_wait_under_one_number_one_is_let_in() {
     assert!(error.to_string().contains("already connected"), "{error}");
     assert_eq!(relay.readers().len(), 1);
     let joined = workers.map(|worker| worker.join().unwrap());
-    let denied = |joined: &&Result<Reader, Error>| matches!(joined, Err(Error::Denied { .. }));
+    let denied =
+        |joined: &&Result<SegmentReader, Error>| matches!(joined, Err(Error::Denied { .. }));
     assert_eq!(joined.iter().filter(denied).count(), 1, "{joined:?}");
 }
 
-fn relay() -> (Relay, String) {
+fn relay() -> (RelaySegment, String) {
     let address = address();
     let listener = Listener::at(&address).unwrap();
     let options = SegmentOptions::default();
-    let relay = Relay::create(listener, SECRET, (RUN, 1), &[model()], options);
+    let relay = RelaySegment::create(listener, SECRET, (RUN, 1), &[model()], options);
     (relay.unwrap(), address)
 }
 
 /// A worker that is on its way.
-fn joining(address: &str) -> JoinHandle<Result<Reader, Error>> {
+fn joining(address: &str) -> JoinHandle<Result<SegmentReader, Error>> {
     let attach = attach(address, 4);
-    std::thread::spawn(move || Reader::attach(&attach, within(20)))
+    std::thread::spawn(move || SegmentReader::attach(&attach, within(20)))
 }
 
 /// A worker that was let in, and its ticket.
-fn admitted(relay: &Relay, address: &str) -> (u64, (WorkerInstance, Reader)) {
+fn admitted(relay: &RelaySegment, address: &str) -> (u64, (WorkerInstance, SegmentReader)) {
     let joining = joining(address);
     let (ticket, who) = match relay.wait(within(20)).unwrap()[..] {
-        [Event::Joins { ticket, who, .. }] => (ticket, who),
+        [WorkerEvent::Joins { ticket, who, .. }] => (ticket, who),
         ref events => panic!("{events:?}"),
     };
     relay.admit(ticket).unwrap();
@@ -89,7 +91,7 @@ fn admitted(relay: &Relay, address: &str) -> (u64, (WorkerInstance, Reader)) {
 }
 
 /// The worker's last set, which it keeps when it leaves.
-fn taken(relay: &Relay, (who, mut worker): (WorkerInstance, Reader)) -> Taken {
+fn taken(relay: &RelaySegment, (who, mut worker): (WorkerInstance, SegmentReader)) -> Taken {
     let slot = relay.partial_slot(0, Version(1), 1 << 30).unwrap().unwrap();
     slot.take(0).unwrap().keep();
     let version = slot.commit().unwrap();
@@ -144,7 +146,7 @@ fn reused_slot_keeps_its_version_until_written() {
         max_slots: 2,
         ..SegmentOptions::default()
     };
-    let relay = Relay::create(listener, SECRET, (RUN, 1), &[model()], options).unwrap();
+    let relay = RelaySegment::create(listener, SECRET, (RUN, 1), &[model()], options).unwrap();
     const PIECE: usize = 64;
     let lend = |version| {
         relay

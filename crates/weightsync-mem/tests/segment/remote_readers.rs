@@ -5,18 +5,18 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::{Epoch, Version, WorkerId};
 use weightsync_mem::{
-    Delivery, Departure, Level, Models, Outcome, RemoteReader, RemoteReaderOptions, RemoteReaders,
-    Targets, Want, Writer,
+    Delivery, Departure, Level, ModelMask, Outcome, RemoteReader, RemoteReaderOptions,
+    RemoteReaders, SegmentWriter, Targets, Want,
 };
 
 use crate::{address, outcomes, send, settle, slots, small, within, workers};
 
-pub fn join(writer: &Writer, worker: u32, delivery: Delivery) -> RemoteReader {
+pub fn join(writer: &SegmentWriter, worker: u32, delivery: Delivery) -> RemoteReader {
     let options = RemoteReaderOptions {
         worker: WorkerId(worker),
         pid: 1,
         seen: Epoch(0),
-        models: Models::ALL,
+        models: ModelMask::ALL,
         delivery,
         device: String::new(),
         location: Default::default(),

@@ -3,29 +3,31 @@
 use std::thread;
 
 use weightsync_core::{Version, WorkerId};
-use weightsync_mem::{AttachOptions, Error, Level, Outcome, Reader, SegmentOptions, Targets};
+use weightsync_mem::{
+    AttachOptions, Error, Level, Outcome, SegmentOptions, SegmentReader, Targets,
+};
 
 use crate::{
     address, attach, changed, check, nothing_new, only, outcomes, send, settle, slots, small, take,
     take_set, versions, within, workers,
 };
 
-fn joins(address: &str, worker: u32, models: &[usize]) -> Reader {
+fn joins(address: &str, worker: u32, models: &[usize]) -> SegmentReader {
     let options = AttachOptions {
         models: Some(models.to_vec()),
         ..attach(address, worker)
     };
-    Reader::attach(&options, within(20)).unwrap()
+    SegmentReader::attach(&options, within(20)).unwrap()
 }
 
 #[test]
 fn each_reader_gets_its_models_together() {
     let address = address();
     let mut writer = small(&address, 3, slots(2, 2));
-    let mut all = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut all = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     let mut middle = joins(&address, 1, &[1]);
     let mut outer = joins(&address, 2, &[2, 0]);
-    let names = |reader: &Reader| reader.models().iter().map(|(model, _)| *model).collect();
+    let names = |reader: &SegmentReader| reader.models().iter().map(|(model, _)| *model).collect();
     let seen: Vec<Vec<usize>> = [&all, &middle, &outer].map(names).to_vec();
     assert_eq!(seen, [vec![0, 1, 2], vec![1], vec![0, 2]]);
     for (index, spec) in outer.models() {
@@ -70,7 +72,7 @@ fn a_set_is_never_split() {
     let mut writer = small(&address, 4, slots(2, 4));
     let readers: Vec<_> = (0..3)
         .map(|worker| {
-            let mut reader = Reader::attach(&attach(&address, worker), within(20)).unwrap();
+            let mut reader = SegmentReader::attach(&attach(&address, worker), within(20)).unwrap();
             thread::spawn(move || {
                 loop {
                     let versions = versions(&take_set(&mut reader));
@@ -143,8 +145,8 @@ fn set_for_some_workers_changes_no_other() {
     }
     // A worker that joins under a number that was sent to gets that set.
     readers.remove(1);
-    let mut again = Reader::attach(&attach(&address, 1), within(20)).unwrap();
-    let mut absent = Reader::attach(&attach(&address, 7), within(20)).unwrap();
+    let mut again = SegmentReader::attach(&attach(&address, 1), within(20)).unwrap();
+    let mut absent = SegmentReader::attach(&attach(&address, 7), within(20)).unwrap();
     assert_eq!(take(&mut again).version(), Version(2));
     assert_eq!(take(&mut absent).version(), Version(2));
     // A set for all workers replaces it.
@@ -186,7 +188,7 @@ fn every_worker_can_have_weights_of_its_own() {
 fn more_versions_than_slots_can_be_are_refused() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));
-    let mut reader = Reader::attach(&attach(&address, 62), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 62), within(20)).unwrap();
     for worker in 0..63 {
         send(&mut writer, &[0], &workers(&[worker]));
     }
@@ -214,8 +216,8 @@ fn more_versions_than_slots_can_be_are_refused() {
 fn a_held_worker_stays_where_it_is() {
     let address = address();
     let mut writer = small(&address, 2, slots(2, 2));
-    let mut held = Reader::attach(&attach(&address, 0), within(20)).unwrap();
-    let mut free = Reader::attach(&attach(&address, 1), within(20)).unwrap();
+    let mut held = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut free = SegmentReader::attach(&attach(&address, 1), within(20)).unwrap();
     send(&mut writer, &[0, 1], &Targets::All);
     take_set(&mut held);
     take_set(&mut free);
@@ -242,7 +244,7 @@ fn a_held_worker_stays_where_it_is() {
     let before = held.latest().unwrap().unwrap();
     assert_eq!(versions(&before), [(0, 1), (1, 1)]);
     drop((before, held));
-    let mut held = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut held = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     assert_eq!(versions(&take_set(&mut held)), [(0, 1), (1, 1)]);
     // Released, it gets what was meant for it meanwhile, once.
     writer.release(&[WorkerId(0)]).unwrap();
@@ -262,12 +264,12 @@ fn old_versions_are_kept_as_far_as_the_history_goes() {
         ..slots(2, 2)
     };
     let mut writer = small(&address, 1, options);
-    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     for version in 1..=8 {
         send(&mut writer, &[0], &Targets::All);
         assert_eq!(take(&mut reader).version(), Version(version));
     }
-    let kept = |writer: &crate::Writer| {
+    let kept = |writer: &crate::SegmentWriter| {
         let versions = (0..=14).filter(|version| {
             let old = writer.old_snapshot(0, Version(*version)).unwrap();
             old.inspect(check).is_some()
@@ -328,8 +330,8 @@ fn frequent_model_keeps_the_history_of_a_rare_one() {
 fn staged_is_less_than_applied() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));
-    let mut quick = Reader::attach(&attach(&address, 0), within(20)).unwrap();
-    let mut slow = Reader::attach(&attach(&address, 1), within(20)).unwrap();
+    let mut quick = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut slow = SegmentReader::attach(&attach(&address, 1), within(20)).unwrap();
     let publication = send(&mut writer, &[0], &Targets::All);
     take(&mut quick);
     let staged = slow.next(within(20)).unwrap().unwrap();

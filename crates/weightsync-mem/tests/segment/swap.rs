@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use weightsync_core::{Dtype, Layout, Version, WorkerId};
 use weightsync_mem::{
-    AttachOptions, CHECKSUM_BLOCK, CopyOptions, Error, ModelSpec, Outcome, Reader, Source, Targets,
-    WaitStyle, Writer,
+    AttachOptions, CHECKSUM_BLOCK, CopyOptions, Error, ModelDescription, Outcome, SegmentReader,
+    SegmentWriter, Source, Targets, WaitStyle,
 };
 
 use crate::{
@@ -21,7 +21,7 @@ fn versions_arrive_whole_and_are_acknowledged() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
     let mut readers: Vec<_> = (0..3)
-        .map(|w| Reader::attach(&attach(&address, w), within(20)).unwrap())
+        .map(|w| SegmentReader::attach(&attach(&address, w), within(20)).unwrap())
         .collect();
     assert!(readers[0].latest().unwrap().is_none());
     for version in 1..=20 {
@@ -46,7 +46,7 @@ fn versions_arrive_whole_and_are_acknowledged() {
 fn the_newest_version_is_what_comes() {
     let address = address();
     let mut writer = writer(&address, slots(3, 3));
-    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     for version in 1..=3 {
         publish(&mut writer, version, CopyOptions::default());
     }
@@ -65,7 +65,7 @@ fn the_newest_version_is_what_comes() {
 fn a_held_snapshot_does_not_change() {
     let address = address();
     let mut writer = writer(&address, slots(3, 3));
-    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     publish(&mut writer, 1, CopyOptions::default());
     let held = take(&mut reader);
     let digest = held.digest();
@@ -84,7 +84,7 @@ fn a_held_snapshot_does_not_change() {
 fn full_segment_error_names_the_holders() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
-    let mut reader = Reader::attach(&attach(&address, 7), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 7), within(20)).unwrap();
     publish(&mut writer, 1, CopyOptions::default());
     let held = take(&mut reader);
     publish(&mut writer, 2, CopyOptions::default());
@@ -123,7 +123,7 @@ fn full_segment_error_names_the_holders() {
 fn a_segment_grows_instead_where_it_may() {
     let address = address();
     let mut writer = writer(&address, slots(2, 4));
-    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     let mut held = Vec::new();
     for version in 1..=4 {
         publish(&mut writer, version, CopyOptions::default());
@@ -135,7 +135,7 @@ fn a_segment_grows_instead_where_it_may() {
         Err(Error::AllSlotsPinned { slots: 4, .. })
     ));
     // A reader that joins now gets all four.
-    let mut late = Reader::attach(&attach(&address, 1), within(20)).unwrap();
+    let mut late = SegmentReader::attach(&attach(&address, 1), within(20)).unwrap();
     assert_eq!(take(&mut late).version(), Version(4));
     held.iter().for_each(check);
 }
@@ -144,7 +144,7 @@ fn a_segment_grows_instead_where_it_may() {
 fn abandoned_staging_is_never_visible() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
-    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     publish(&mut writer, 1, CopyOptions::default());
     let mut abandoned = writer.stage(&[0], within(20)).unwrap();
     abandoned
@@ -175,7 +175,7 @@ fn abandoned_staging_is_never_visible() {
 fn checksums_cover_every_byte_with_any_threads() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
-    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     for (version, threads) in [(1, 1), (2, 2), (3, 5)] {
         publish(
             &mut writer,
@@ -210,11 +210,12 @@ fn checksums_cover_image_blocks_with_any_content() {
     ] {
         let tensors = lens.iter().enumerate();
         let tensors = tensors.map(|(at, len)| (format!("t{at}"), Dtype::U8, vec![*len]));
-        let model = ModelSpec {
+        let model = ModelDescription {
             layout: Layout::new(tensors).unwrap(),
             note: Vec::new(),
         };
-        let mut writer = Writer::create(&address(), SECRET, RUN, &[model], slots(2, 2)).unwrap();
+        let mut writer =
+            SegmentWriter::create(&address(), SECRET, RUN, &[model], slots(2, 2)).unwrap();
         for (version, threads) in [(1, 1), (2, 2), (3, 5)] {
             let bytes = lens.iter().map(|len| pattern(0, Version(version), *len));
             let bytes: Vec<Vec<u8>> = bytes.collect();
@@ -256,7 +257,7 @@ fn the_digest_comes_when_it_is_made() {
     let address = address();
     let mut writer = writer(&address, slots(2, 2));
     assert!(writer.snapshot(0).unwrap().is_none());
-    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     publish(&mut writer, 1, CopyOptions::default());
     let snapshot = take(&mut reader);
     assert_eq!(snapshot.published_digest(), None);
@@ -293,7 +294,7 @@ fn an_interrupt_ends_one_wait_and_loses_nothing() {
             wait: style,
             ..attach(&address, 0)
         };
-        let mut reader = Reader::attach(&options, within(20)).unwrap();
+        let mut reader = SegmentReader::attach(&options, within(20)).unwrap();
         let interrupter = reader.interrupter();
         let ended = Arc::new(AtomicU32::new(0));
         let waiter = thread::spawn({

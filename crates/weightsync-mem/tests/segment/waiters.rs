@@ -3,7 +3,7 @@
 use std::thread;
 
 use weightsync_core::WorkerId;
-use weightsync_mem::{Error, Level, Outcome, Reader, Targets};
+use weightsync_mem::{Error, Level, Outcome, SegmentReader, Targets};
 
 use crate::{
     address, attach, check, only, outcomes, send, settle, slots, small, take, take_set, within,
@@ -15,7 +15,7 @@ fn many_wait_at_once_and_each_hears_its_own() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));
     let mut readers: Vec<_> = (0..6)
-        .map(|worker| Reader::attach(&attach(&address, worker), within(20)).unwrap())
+        .map(|worker| SegmentReader::attach(&attach(&address, worker), within(20)).unwrap())
         .collect();
     let waiter = writer.waiter();
     // Two threads for each of six publications, one reader each.
@@ -46,7 +46,7 @@ fn many_wait_at_once_and_each_hears_its_own() {
     for thread in waiting {
         thread.join().unwrap();
     }
-    let seventh = Reader::attach(&attach(&address, 6), within(20)).unwrap();
+    let seventh = SegmentReader::attach(&attach(&address, 6), within(20)).unwrap();
     let writer = joins.join().unwrap();
     drop((seventh, writer));
 }
@@ -55,7 +55,7 @@ fn many_wait_at_once_and_each_hears_its_own() {
 fn a_slot_is_waited_for_while_others_wait_for_readers() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));
-    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     let waiter = writer.waiter();
     send(&mut writer, &[0], &Targets::All);
     let held = take(&mut reader);
@@ -78,7 +78,7 @@ fn a_slot_is_waited_for_while_others_wait_for_readers() {
 fn waits_end_when_the_sender_closes() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));
-    let mut reader = Reader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut reader = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
     let publication = send(&mut writer, &[0], &Targets::All);
     let waiting: Vec<_> = (0..3)
         .map(|_| {
@@ -116,8 +116,8 @@ fn a_waiter_that_outlives_its_sender_says_so() {
 fn departing_reader_ends_every_wait_for_it() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));
-    let mut stays = Reader::attach(&attach(&address, 0), within(20)).unwrap();
-    let mut goes = Reader::attach(&attach(&address, 1), within(20)).unwrap();
+    let mut stays = SegmentReader::attach(&attach(&address, 0), within(20)).unwrap();
+    let mut goes = SegmentReader::attach(&attach(&address, 1), within(20)).unwrap();
     send(&mut writer, &[0], &Targets::All);
     take(&mut stays);
     take(&mut goes);
@@ -159,14 +159,14 @@ fn departing_reader_ends_every_wait_for_it() {
 fn departure_is_reported_by_the_next_report_while_a_snapshot_lives_on() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 3));
-    let mut first = Reader::attach(&attach(&address, 1), within(20)).unwrap();
+    let mut first = SegmentReader::attach(&attach(&address, 1), within(20)).unwrap();
     send(&mut writer, &[0], &Targets::All);
     let lives_on = only(take_set(&mut first));
     drop(first);
     while !writer.readers().is_empty() {
         thread::yield_now();
     }
-    let mut second = Reader::attach(&attach(&address, 1), within(20)).unwrap();
+    let mut second = SegmentReader::attach(&attach(&address, 1), within(20)).unwrap();
     let publication = send(&mut writer, &[0], &Targets::All);
     take(&mut second);
     assert_eq!(

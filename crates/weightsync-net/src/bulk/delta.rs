@@ -8,13 +8,13 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use weightsync_core::delta::{self, Codec, Encoded, Pattern, Scratch};
+use weightsync_core::delta::{self, BitPattern, Codec, Encoded, Scratch};
 use weightsync_core::{Layout, Version};
 use weightsync_engine::Changes;
 use weightsync_mem::Snapshot;
 
-pub(crate) use self::ring::Ring;
-use self::versions::Versions;
+pub(crate) use self::ring::DeltaRing;
+use self::versions::VersionPair;
 use crate::wire::frame::SPAN;
 
 /// The speed of the slowest link that something is sent over, in bytes a second.
@@ -57,7 +57,7 @@ const THREADS: u32 = 2;
 pub(crate) struct Delta {
     base: Version,
     version: Version,
-    spans: Box<[OnceLock<Span>]>,
+    spans: Box<[OnceLock<SpanCoding>]>,
     /// The consecutive deltas that this one is folded from, oldest first; empty if it is not
     /// folded.
     parts: Vec<Arc<Delta>>,
@@ -81,7 +81,7 @@ pub(crate) struct Delta {
 }
 
 /// What is known of a span.
-pub(crate) enum Span {
+pub(crate) enum SpanCoding {
     Coded(Coded),
     /// The span is sent as blocks.
     Dense,
@@ -164,10 +164,10 @@ impl Coded {
     }
 
     /// This delta if it is smaller than `most`; otherwise the span is sent as blocks.
-    fn if_fewer(self, most: u64) -> Span {
+    fn if_fewer(self, most: u64) -> SpanCoding {
         match (self.sent.len() as u64) < most {
-            true => Span::Coded(self),
-            false => Span::Dense,
+            true => SpanCoding::Coded(self),
+            false => SpanCoding::Dense,
         }
     }
 
@@ -186,7 +186,7 @@ impl Delta {
 
     fn of_bytes(base: Version, version: Version, whole: u64) -> Self {
         let spans = whole.div_ceil(SPAN) as usize;
-        let spans: Box<[OnceLock<Span>]> = (0..spans).map(|_| OnceLock::new()).collect();
+        let spans: Box<[OnceLock<SpanCoding>]> = (0..spans).map(|_| OnceLock::new()).collect();
         Self {
             base,
             version,
@@ -217,14 +217,14 @@ impl Delta {
     }
 
     /// Notes what is known of a span; an earlier note stays.
-    pub(crate) fn note(&self, index: usize, span: Span) {
+    pub(crate) fn note(&self, index: usize, span: SpanCoding) {
         let known = self.spans.get(index);
         let Some(known) = known.filter(|known| known.get().is_none()) else {
             return;
         };
         let (bytes, held) = match &span {
-            Span::Coded(coded) => (coded.sent().len() as u64, coded.held()),
-            Span::Dense => (self.span_bytes(index), 0),
+            SpanCoding::Coded(coded) => (coded.sent().len() as u64, coded.held()),
+            SpanCoding::Dense => (self.span_bytes(index), 0),
         };
         // Counted before another thread can see the span.
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
@@ -238,7 +238,7 @@ impl Delta {
 
     /// Keeps the foldable form of a span that was noted as thin.
     pub(crate) fn note_foldable(&self, index: usize, bytes: Vec<u8>, layout: &Layout) {
-        if let Some(Span::Coded(coded)) = self.noted(index) {
+        if let Some(SpanCoding::Coded(coded)) = self.noted(index) {
             let more = coded.keep_foldable(Some(bytes), most(index, layout));
             self.held.fetch_add(more, Ordering::Relaxed);
         }
@@ -250,10 +250,10 @@ impl Delta {
         index: usize,
         layout: &Layout,
         scratch: &mut Scratch,
-    ) -> Option<&Span> {
+    ) -> Option<&SpanCoding> {
         let span = self.spans.get(index)?;
         if self.is_spoiled() {
-            return Some(&Span::Dense);
+            return Some(&SpanCoding::Dense);
         }
         if let Some(known) = span.get() {
             return Some(known);
@@ -270,14 +270,14 @@ impl Delta {
         let mut folded: Option<Vec<u8>> = None;
         for part in &self.parts {
             let next = match part.span(index, layout, scratch)? {
-                Span::Coded(coded) => coded.foldable(),
-                Span::Dense => Foldable::Nothing,
+                SpanCoding::Coded(coded) => coded.foldable(),
+                SpanCoding::Dense => Foldable::Nothing,
             };
             let next = match next {
                 Foldable::Ready(next) => next,
                 Foldable::NotYet => return None,
                 Foldable::Nothing => {
-                    self.note(index, Span::Dense);
+                    self.note(index, SpanCoding::Dense);
                     return span.get();
                 }
             };
@@ -287,11 +287,11 @@ impl Delta {
             };
             let mut both = Vec::new();
             let start = index as u64 * SPAN;
-            let pattern = Pattern::of_span(layout, start);
+            let pattern = BitPattern::of_span(layout, start);
             let bytes = SPAN.min(layout.bytes() - start) as usize;
             if let Err(error) = delta::fold(pattern, bytes, before, next, &mut both, scratch) {
                 tracing::debug!("two deltas cannot be folded, so a span is sent whole: {error}");
-                self.note(index, Span::Dense);
+                self.note(index, SpanCoding::Dense);
                 return span.get();
             }
             folded = Some(both);
@@ -303,10 +303,10 @@ impl Delta {
     }
 
     /// What is known of a span, without folding.
-    pub(crate) fn known(&self, index: usize) -> Option<&Span> {
+    pub(crate) fn known(&self, index: usize) -> Option<&SpanCoding> {
         let known = self.noted(index)?;
         Some(match self.is_spoiled() {
-            true => &Span::Dense,
+            true => &SpanCoding::Dense,
             false => known,
         })
     }
@@ -325,14 +325,14 @@ impl Delta {
     pub(crate) fn is_known(&self, index: usize) -> bool {
         let can_be_folded = |part: &Arc<Self>| match part.noted(index) {
             None => false,
-            Some(Span::Dense) => true,
-            Some(Span::Coded(coded)) => !matches!(coded.foldable(), Foldable::NotYet),
+            Some(SpanCoding::Dense) => true,
+            Some(SpanCoding::Coded(coded)) => !matches!(coded.foldable(), Foldable::NotYet),
         };
         let is_noted = self.noted(index).is_some();
         is_noted || self.is_folded() && self.parts.iter().all(can_be_folded)
     }
 
-    fn noted(&self, index: usize) -> Option<&Span> {
+    fn noted(&self, index: usize) -> Option<&SpanCoding> {
         self.spans.get(index)?.get()
     }
 
@@ -341,7 +341,7 @@ impl Delta {
         for index in 0..self.spans.len() {
             if self.spans[index].get().is_none() {
                 self.given_up.store(true, Ordering::Relaxed);
-                self.note(index, Span::Dense);
+                self.note(index, SpanCoding::Dense);
             }
         }
     }
@@ -411,8 +411,8 @@ impl Delta {
     ) {
         let count = self.spans.len();
         // Also after a panic: a child that waits for a span must get it as blocks.
-        let _ended = Ended(self, &changed);
-        let versions = Versions { old, new };
+        let _ended = EndOnDrop(self, &changed);
+        let versions = VersionPair { old, new };
         let mut scratch = Scratch::new();
         let is_stopped = || self.is_stopped() || is_stopped();
         let (rate, any) = match rate {
@@ -457,7 +457,7 @@ impl Delta {
     fn make_span(
         &self,
         index: usize,
-        versions: &Versions<'_>,
+        versions: &VersionPair<'_>,
         codec: Codec,
         scratch: &mut Scratch,
     ) {
@@ -478,7 +478,7 @@ impl Delta {
     fn keep(
         &self,
         index: usize,
-        versions: &Versions<'_>,
+        versions: &VersionPair<'_>,
         made: Encoded,
         foldable: Vec<u8>,
         thin: Option<Vec<u8>>,
@@ -492,9 +492,9 @@ impl Delta {
 }
 
 /// Ends a delta when dropped, and notifies waiting children.
-struct Ended<'a, T: Fn()>(&'a Delta, &'a T);
+struct EndOnDrop<'a, T: Fn()>(&'a Delta, &'a T);
 
-impl<T: Fn()> Drop for Ended<'_, T> {
+impl<T: Fn()> Drop for EndOnDrop<'_, T> {
     fn drop(&mut self) {
         self.0.end();
         (self.1)();

@@ -17,23 +17,23 @@ use weightsync_core::delta::Scratch;
 use weightsync_mem::PartialSlot;
 use weightsync_simd::Crc64;
 
-pub(crate) use self::apply::Base;
+pub(crate) use self::apply::DeltaBase;
 use self::requested::{Requested, ranges};
 use super::serve::invalid;
 use super::stop::Threads;
-use super::store::{Held, Store};
+use super::store::{BlockStore, HeldVersion};
 use super::throughput::{Throughput, Transferred};
 use super::{PATIENCE, SUSPECT, WITHHELD};
 use crate::link::stream::Stream;
 use crate::link::{Credentials, blocking};
 use crate::relay::Item;
-use crate::tls::Peer;
+use crate::tls::TlsPeer;
 use crate::wire::frame::{
-    BLOCK_HEAD_BYTES, BlockHead, DELTA_HEAD_BYTES, DeltaHead, FrameError, HEADER_BYTES, Header,
-    Kind, SPAN_BLOCKS,
+    BLOCK_HEAD_BYTES, BlockHead, DELTA_HEAD_BYTES, DeltaHead, FrameError, FrameHeader, FrameKind,
+    HEADER_BYTES, SPAN_BLOCKS,
 };
-use crate::wire::hello::Role;
-use crate::wire::message::{MAX_RANGES, Message, ToChild, ToParent, Wanted};
+use crate::wire::hello::LinkRole;
+use crate::wire::message::{MAX_RANGES, Message, ToChild, ToParent, WantedBlocks};
 
 /// How many bytes are read before their checksum is computed, so that they are still in the cache.
 const GULP: usize = 256 << 10;
@@ -49,10 +49,10 @@ pub(crate) struct Parent {
 
 impl Parent {
     /// What its certificate must be of.
-    fn peer(self) -> Peer<'static> {
+    fn peer(self) -> TlsPeer<'static> {
         match self.agent {
-            0 => Peer::Sender(self.address.ip()),
-            _ => Peer::Relay(self.address.ip()),
+            0 => TlsPeer::Sender(self.address.ip()),
+            _ => TlsPeer::Relay(self.address.ip()),
         }
     }
 }
@@ -146,13 +146,13 @@ impl Connections {
 }
 
 /// A fetch under way. Dropping it stops it; its threads then end without a join.
-pub(crate) struct Fetch {
+pub(crate) struct BulkFetch {
     task: Arc<FetchTask>,
 }
 
-impl fmt::Debug for Fetch {
+impl fmt::Debug for BulkFetch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Fetch")
+        f.debug_struct("BulkFetch")
             .field("item", &self.task.item)
             .field("parent", &self.task.parent)
             .finish_non_exhaustive()
@@ -165,9 +165,9 @@ struct FetchTask {
     parent: Parent,
     connections: Arc<Connections>,
     slot: Arc<PartialSlot>,
-    held: Arc<Held>,
-    base: Option<Base>,
-    store: Arc<Store>,
+    held: Arc<HeldVersion>,
+    base: Option<DeltaBase>,
+    store: Arc<BlockStore>,
     threads: Arc<Threads>,
     stopped: AtomicBool,
     /// A delta did not fit the base here.
@@ -194,15 +194,15 @@ struct FetchTask {
     done: Box<dyn Fn(FetchEnd, Transferred) + Send + Sync>,
 }
 
-impl Fetch {
+impl BulkFetch {
     /// Begins to fetch the blocks missing in `slot`, next to `others` fetches. Calls `done` once,
     /// from any thread, with the bytes not [taken](Self::take_transferred) before. `done` must not
     /// block.
     pub(crate) fn start(
         (item, parent): (Item, Parent),
         (connections, others): (&Arc<Connections>, usize),
-        (slot, held, base): (Arc<PartialSlot>, Arc<Held>, Option<Base>),
-        store: &Arc<Store>,
+        (slot, held, base): (Arc<PartialSlot>, Arc<HeldVersion>, Option<DeltaBase>),
+        store: &Arc<BlockStore>,
         threads: &Arc<Threads>,
         done: impl Fn(FetchEnd, Transferred) + Send + Sync + 'static,
     ) -> Self {
@@ -263,7 +263,7 @@ impl Fetch {
     }
 }
 
-impl Drop for Fetch {
+impl Drop for BulkFetch {
     fn drop(&mut self) {
         self.task.stop();
     }
@@ -308,7 +308,7 @@ impl FetchTask {
             return Ok(None);
         }
         let (credentials, patience) = (&self.connections.credentials, Some(SUSPECT));
-        blocking::prove(socket, credentials, parent.peer(), Role::Bulk, patience).map(Some)
+        blocking::prove(socket, credentials, parent.peer(), LinkRole::Bulk, patience).map(Some)
     }
 
     /// Waits while a stopped fetch still holds the missing blocks; it is about to release them.
@@ -330,7 +330,7 @@ impl FetchTask {
             return Ok(Some(FetchEnd::Stopped));
         }
         for ranges in ranges(indices).chunks(MAX_RANGES) {
-            let fetch = ToParent::Fetch(Wanted {
+            let fetch = ToParent::Fetch(WantedBlocks {
                 run: self.connections.run,
                 agent: self.connections.agent,
                 model: self.item.model as u8,
@@ -367,8 +367,8 @@ impl FetchTask {
         requested: &mut Requested<'_>,
     ) -> io::Result<Option<FetchEnd>> {
         let allowed = match self.base {
-            Some(_) => &[Kind::Bulk, Kind::Block, Kind::Delta][..],
-            None => &[Kind::Bulk, Kind::Block],
+            Some(_) => &[FrameKind::Bulk, FrameKind::Block, FrameKind::Delta][..],
+            None => &[FrameKind::Bulk, FrameKind::Block],
         };
         let (mut scratch, mut last) = (Scratch::new(), Instant::now());
         loop {
@@ -377,8 +377,8 @@ impl FetchTask {
             }
             let mut header = [0; HEADER_BYTES];
             read_exact(socket, &mut header)?;
-            let header = Header::decode(&header, allowed).map_err(invalid)?;
-            if header.kind == Kind::Delta {
+            let header = FrameHeader::decode(&header, allowed).map_err(invalid)?;
+            if header.kind == FrameKind::Delta {
                 let mut head = [0; DELTA_HEAD_BYTES];
                 read_exact(socket, &mut head)?;
                 header.check(&head).map_err(invalid)?;
@@ -389,7 +389,7 @@ impl FetchTask {
                 last = Instant::now();
                 continue;
             }
-            if header.kind == Kind::Block {
+            if header.kind == FrameKind::Block {
                 let mut head = [0; BLOCK_HEAD_BYTES];
                 read_exact(socket, &mut head)?;
                 header.check(&head).map_err(invalid)?;
@@ -562,7 +562,7 @@ enum Misbehaved {
     Contradicts { index: usize },
 }
 
-fn read_message(socket: &mut Stream, header: &Header) -> io::Result<ToChild> {
+fn read_message(socket: &mut Stream, header: &FrameHeader) -> io::Result<ToChild> {
     let mut payload = vec![0; header.len];
     read_exact(socket, &mut payload)?;
     header.check(&payload).map_err(invalid)?;

@@ -11,12 +11,12 @@ mod store;
 mod throughput;
 
 pub(crate) use self::delta::{Delta, RING, Rate};
-pub(crate) use self::fetch::{Base, Connections, Fetch, FetchEnd, Parent};
-pub(crate) use self::serve::{Served, Serving};
+pub(crate) use self::fetch::{BulkFetch, Connections, DeltaBase, FetchEnd, Parent};
+pub(crate) use self::serve::{ServeEvent, Serving};
 pub(crate) use self::stop::Threads;
 #[cfg(test)]
 pub(crate) use self::store::replaced;
-pub(crate) use self::store::{Find, Held, Store};
+pub(crate) use self::store::{BlockStore, Find, HeldVersion};
 #[cfg(test)]
 pub(crate) use self::throughput::Gauge;
 pub(crate) use self::throughput::{MEASURABLE, Transferred};

@@ -16,15 +16,15 @@ use weightsync_core::Run;
 use weightsync_core::delta::Scratch;
 
 use self::transfer::Transfer;
-use super::delta::{Delta, Span};
+use super::delta::{Delta, SpanCoding};
 use super::stop::Threads;
-use super::store::{Held, Store};
+use super::store::{BlockStore, HeldVersion};
 use super::{IDLE, STUCK};
-use crate::link::admission::{Admitted, Doing, Room};
+use crate::link::admission::{Admitted, ConnectionLimits, Doing};
 use crate::link::stream::{AsyncStream, Stream};
 use crate::relay::Item;
-use crate::wire::frame::{HEADER_BYTES, Header, Kind, SPAN, SPAN_BLOCKS};
-use crate::wire::message::{Message, ToChild, ToParent, Wanted};
+use crate::wire::frame::{FrameHeader, FrameKind, HEADER_BYTES, SPAN, SPAN_BLOCKS};
+use crate::wire::message::{Message, ToChild, ToParent, WantedBlocks};
 
 /// A waiting child is given up when its host has not answered for this long.
 const OUT_OF_REACH: Duration = Duration::from_secs(12);
@@ -63,7 +63,7 @@ const REPLACED: &str = "a newer version has replaced it";
 
 /// What a parent reports while it serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Served {
+pub(crate) enum ServeEvent {
     /// A child wants a version.
     Wanted { item: Item },
     /// The child no longer wants the version: it has it, or has gone.
@@ -78,9 +78,9 @@ pub(crate) struct Serving {
     pub(crate) run: Run,
     /// How many models there are.
     pub(crate) models: usize,
-    pub(crate) store: Arc<Store>,
+    pub(crate) store: Arc<BlockStore>,
     pub(crate) threads: Arc<Threads>,
-    pub(crate) notify: Arc<dyn Fn(Served) + Send + Sync>,
+    pub(crate) notify: Arc<dyn Fn(ServeEvent) + Send + Sync>,
     at_once: Arc<Semaphore>,
     children: Arc<Mutex<Admitted<Arc<Notify>>>>,
     most_children: usize,
@@ -93,9 +93,9 @@ pub(crate) struct Serving {
 impl Serving {
     pub(crate) fn new(
         (run, models): (Run, usize),
-        store: Arc<Store>,
+        store: Arc<BlockStore>,
         threads: Arc<Threads>,
-        notify: impl Fn(Served) + Send + Sync + 'static,
+        notify: impl Fn(ServeEvent) + Send + Sync + 'static,
     ) -> Self {
         Self {
             run,
@@ -155,7 +155,7 @@ impl Serving {
     fn admit(&self, socket: &AsyncStream, closed: Arc<Notify>) -> Option<Connected> {
         let from = socket.socket().peer_addr().ok()?.ip();
         let mut children = locked(&self.children);
-        let room = Room::within_descriptors(self.most_children, children.count());
+        let room = ConnectionLimits::within_descriptors(self.most_children, children.count());
         let entered = children.enter(from, Doing::Idle, &room, closed);
         drop(children);
         let (number, idle) = entered.ok()?;
@@ -200,7 +200,7 @@ impl Serving {
     async fn fetch(
         &self,
         mut socket: AsyncStream,
-        fetch: Wanted,
+        fetch: WantedBlocks,
     ) -> io::Result<Option<AsyncStream>> {
         let mut transfer = Transfer::new(self.clone(), fetch);
         loop {
@@ -283,7 +283,7 @@ impl Serving {
     fn delta_state<'a>(
         &self,
         delta: &'a Delta,
-        held: &Held,
+        held: &HeldVersion,
         index: usize,
         scratch: &mut Scratch,
     ) -> DeltaState<'a> {
@@ -294,8 +294,8 @@ impl Serving {
             return DeltaState::Gone;
         }
         match delta.span(index, held.layout(), scratch) {
-            Some(Span::Coded(coded)) => DeltaState::Ready(coded.sent(), coded.crc()),
-            Some(Span::Dense) => DeltaState::Dense,
+            Some(SpanCoding::Coded(coded)) => DeltaState::Ready(coded.sent(), coded.crc()),
+            Some(SpanCoding::Dense) => DeltaState::Dense,
             None if came_dense() => DeltaState::Dense,
             None => {
                 let known = || delta.is_known(index) || came_dense() || held.is_revoked();
@@ -387,7 +387,7 @@ async fn read_request(socket: &mut AsyncStream, quiet: Duration) -> io::Result<O
         Ok(Err(error)) => return Err(error),
     }
     in_time(STUCK, socket.read_exact(rest)).await?;
-    let header = Header::decode(&header, &[Kind::Bulk]).map_err(invalid)?;
+    let header = FrameHeader::decode(&header, &[FrameKind::Bulk]).map_err(invalid)?;
     let mut payload = vec![0; header.len];
     in_time(STUCK, socket.read_exact(&mut payload)).await?;
     header.check(&payload).map_err(invalid)?;

@@ -13,13 +13,13 @@ use weightsync_core::{Layout, Version};
 use weightsync_mem::{PartialSlot, Snapshot};
 
 use super::PATIENCE;
-use super::delta::Ring;
+use super::delta::DeltaRing;
 use crate::relay::Item;
 use crate::wire::frame::BLOCK;
 use crate::wire::message::DIGEST_BYTES;
 
-// [`Held::whole`] reuses the checksums of the sender's copy pass, so their blocks must have the
-// size of these blocks.
+// [`HeldVersion::whole`] reuses the checksums of the sender's copy pass, so their blocks must have
+// the size of these blocks.
 const _: () = assert!(BLOCK as usize == weightsync_mem::CHECKSUM_BLOCK);
 
 /// How long a sender keeps a version for a child whose connection broke.
@@ -27,8 +27,8 @@ const COMES_AGAIN: Duration = Duration::from_secs(3);
 
 /// A version that can be served: whole, or the blocks that have arrived so far.
 #[derive(Debug)]
-pub(crate) struct Held {
-    source: Source,
+pub(crate) struct HeldVersion {
+    source: VersionBytes,
     /// The checksum of each block, once it is known.
     sums: Box<[OnceLock<u64>]>,
     /// The BLAKE3 digest of each block as the sender published it, once it is known.
@@ -42,7 +42,7 @@ pub(crate) struct Held {
 /// Registers a connection as sending a version, until this value is dropped.
 #[derive(Debug)]
 pub(super) struct OutgoingGuard<'a> {
-    held: &'a Held,
+    held: &'a HeldVersion,
     number: u64,
 }
 
@@ -53,7 +53,7 @@ impl Drop for OutgoingGuard<'_> {
 }
 
 #[derive(Debug)]
-enum Source {
+enum VersionBytes {
     Whole(Snapshot),
     Arriving(Arc<PartialSlot>),
 }
@@ -67,7 +67,7 @@ pub(crate) enum BlockState<'a> {
     Gone,
 }
 
-impl Held {
+impl HeldVersion {
     /// Holds a whole version.
     pub(crate) fn whole(snapshot: Snapshot) -> Self {
         let blocks = snapshot.layout().bytes().div_ceil(BLOCK.into()) as usize;
@@ -75,7 +75,7 @@ impl Held {
             tracing::error!("{error}; they are computed again");
             None
         });
-        let held = Self::with(Source::Whole(snapshot), blocks);
+        let held = Self::with(VersionBytes::Whole(snapshot), blocks);
         for (index, sum) in sums.into_iter().flatten().enumerate() {
             held.note_sum(index, sum);
         }
@@ -85,10 +85,10 @@ impl Held {
     /// Holds a version that is still arriving.
     pub(crate) fn arriving(slot: Arc<PartialSlot>) -> Self {
         let blocks = slot.pieces();
-        Self::with(Source::Arriving(slot), blocks)
+        Self::with(VersionBytes::Arriving(slot), blocks)
     }
 
-    fn with(source: Source, blocks: usize) -> Self {
+    fn with(source: VersionBytes, blocks: usize) -> Self {
         Self {
             source,
             sums: (0..blocks).map(|_| OnceLock::new()).collect(),
@@ -141,22 +141,22 @@ impl Held {
 
     pub(crate) fn layout(&self) -> &Layout {
         match &self.source {
-            Source::Whole(snapshot) => snapshot.layout(),
-            Source::Arriving(slot) => slot.layout(),
+            VersionBytes::Whole(snapshot) => snapshot.layout(),
+            VersionBytes::Arriving(slot) => slot.layout(),
         }
     }
 
     /// Whether the version was whole from the start. Then every block can be sent at once, and this
     /// process computes the deltas itself.
     pub(super) fn is_whole(&self) -> bool {
-        matches!(self.source, Source::Whole(_))
+        matches!(self.source, VersionBytes::Whole(_))
     }
 
     /// Whether a block has arrived.
     pub(super) fn has(&self, index: usize) -> bool {
         match &self.source {
-            Source::Whole(_) => true,
-            Source::Arriving(slot) => slot.read(index).is_some(),
+            VersionBytes::Whole(_) => true,
+            VersionBytes::Arriving(slot) => slot.read(index).is_some(),
         }
     }
 
@@ -194,12 +194,12 @@ impl Held {
     /// A block that is here.
     fn bytes(&self, index: usize) -> Option<&[u8]> {
         match &self.source {
-            Source::Whole(snapshot) => {
+            VersionBytes::Whole(snapshot) => {
                 let start = index * BLOCK as usize;
                 let end = (start + BLOCK as usize).min(snapshot.bytes().len());
                 snapshot.bytes().get(start..end)
             }
-            Source::Arriving(slot) => slot.read(index),
+            VersionBytes::Arriving(slot) => slot.read(index),
         }
     }
 
@@ -237,14 +237,14 @@ pub(crate) fn replaced(
 }
 
 /// What one process can serve to relays below it.
-pub(crate) struct Store {
+pub(crate) struct BlockStore {
     /// The versions of a relay, until they are removed.
     held: Mutex<StoreState>,
     changed: Condvar,
     /// Finds a sender's whole versions.
     find: Option<Find>,
     /// What changed between versions.
-    deltas: Ring,
+    deltas: DeltaRing,
     /// How many calls of [`wait_until`](Self::wait_until) have begun.
     #[cfg(test)]
     pub(super) waits: std::sync::atomic::AtomicUsize,
@@ -255,25 +255,25 @@ pub(crate) type Find = Box<dyn Fn(Item) -> Option<Snapshot> + Send + Sync>;
 
 #[derive(Debug, Default)]
 struct StoreState {
-    held: BTreeMap<Item, Arc<Held>>,
+    held: BTreeMap<Item, Arc<HeldVersion>>,
     /// The versions that are being served, so that their checksums are computed once.
-    served: HashMap<Item, Weak<Held>>,
+    served: HashMap<Item, Weak<HeldVersion>>,
     refused: Vec<(Item, Instant)>,
     /// For each model, a version whose transfer broke off, and since when it is kept for the child
     /// to come back.
-    broken_off: BTreeMap<usize, (Item, Arc<Held>, Instant)>,
+    broken_off: BTreeMap<usize, (Item, Arc<HeldVersion>, Instant)>,
     closed: bool,
 }
 
-impl fmt::Debug for Store {
+impl fmt::Debug for BlockStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Store")
+        f.debug_struct("BlockStore")
             .field("held", &self.state().held.keys())
             .finish_non_exhaustive()
     }
 }
 
-impl Store {
+impl BlockStore {
     /// The store of a relay: empty at first.
     pub(crate) fn of_relay() -> Self {
         Self::with(None)
@@ -289,14 +289,14 @@ impl Store {
             held: Mutex::default(),
             changed: Condvar::new(),
             find,
-            deltas: Ring::default(),
+            deltas: DeltaRing::default(),
             #[cfg(test)]
             waits: Default::default(),
         }
     }
 
     /// What changed between versions.
-    pub(crate) fn deltas(&self) -> &Ring {
+    pub(crate) fn deltas(&self) -> &DeltaRing {
         &self.deltas
     }
 
@@ -306,7 +306,7 @@ impl Store {
     }
 
     /// A version, if it is here, even in part.
-    pub(crate) fn get(&self, item: Item) -> Option<Arc<Held>> {
+    pub(crate) fn get(&self, item: Item) -> Option<Arc<HeldVersion>> {
         let mut state = self.state();
         if state.closed {
             return None;
@@ -321,7 +321,7 @@ impl Store {
         if self.deltas.is_spoiled(item) {
             return None;
         }
-        let held = Arc::new(Held::whole(self.find.as_ref()?(item)?));
+        let held = Arc::new(HeldVersion::whole(self.find.as_ref()?(item)?));
         state.served.retain(|_, held| held.strong_count() > 0);
         state.served.insert(item, Arc::downgrade(&held));
         Some(held)
@@ -333,7 +333,7 @@ impl Store {
     }
 
     /// Registers a version, or replaces what was registered for it.
-    pub(crate) fn put(&self, item: Item, held: Arc<Held>) {
+    pub(crate) fn put(&self, item: Item, held: Arc<HeldVersion>) {
         self.state().held.insert(item, held);
         self.changed.notify_all();
     }
@@ -356,7 +356,7 @@ impl Store {
         let mut state = self.state();
         let waits = state.broken_off.get(&model).map(|(item, ..)| *item);
         let all = state.served.iter();
-        let all: BTreeMap<Item, Arc<Held>> = all
+        let all: BTreeMap<Item, Arc<HeldVersion>> = all
             .filter_map(|(item, held)| Some((*item, held.upgrade()?)))
             .collect();
         // A version that is kept only for a child that may come back.
@@ -367,7 +367,7 @@ impl Store {
         let is_served = served.clone().any(is_old);
         let replaced = replaced(served, model, newest, is_kept);
         let is_late = |since: Instant| since.elapsed() >= COMES_AGAIN;
-        let over = |(item, _, since): &mut (Item, Arc<Held>, Instant)| {
+        let over = |(item, _, since): &mut (Item, Arc<HeldVersion>, Instant)| {
             is_late(*since) || replaced.contains(item) || is_left(item) && is_served
         };
         if let Entry::Occupied(mut waits) = state.broken_off.entry(model)
@@ -387,13 +387,13 @@ impl Store {
     /// Notes that a connection broke while it sent this version. The sender keeps the version for a
     /// moment, unless it serves another old one, so that the child can come back and resume. Of two
     /// such versions it keeps the older, because the slower child needs it.
-    pub(super) fn broke_off(&self, item: Item, held: Arc<Held>) {
+    pub(super) fn broke_off(&self, item: Item, held: Arc<HeldVersion>) {
         let mut state = self.state();
         if !self.is_sender() || state.closed || held.is_revoked() {
             return;
         }
         let waits = state.broken_off.get(&item.model);
-        let is_older = |(of, _, since): &(Item, Arc<Held>, Instant)| {
+        let is_older = |(of, _, since): &(Item, Arc<HeldVersion>, Instant)| {
             of.version < item.version && since.elapsed() < COMES_AGAIN
         };
         if !waits.is_some_and(is_older) {
@@ -473,7 +473,7 @@ impl Store {
     /// The state of a block; waits up to `pause` if it has not arrived.
     pub(crate) fn block<'a>(
         &self,
-        held: &'a Held,
+        held: &'a HeldVersion,
         index: usize,
         pause: Duration,
     ) -> BlockState<'a> {
@@ -525,7 +525,7 @@ mod tests {
         const LONG: Duration = Duration::from_secs(60);
         let since = Instant::now();
         let (looked, look) = mpsc::channel();
-        let (store, done) = (Store::of_relay(), AtomicBool::new(false));
+        let (store, done) = (BlockStore::of_relay(), AtomicBool::new(false));
         std::thread::scope(|scope| {
             let (store, done) = (&store, &done);
             let wait = |patience| {
@@ -555,7 +555,7 @@ mod tests {
 
     #[test]
     fn refusal_is_kept_while_a_waiter_exists() {
-        let (store, since) = (Store::of_relay(), Instant::now());
+        let (store, since) = (BlockStore::of_relay(), Instant::now());
         let [first, second] = [1, 2].map(|version| Item {
             model: 0,
             version: Version(version),

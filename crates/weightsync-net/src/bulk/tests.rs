@@ -9,14 +9,19 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::Notify;
 use weightsync_conformance::scale::longest;
 use weightsync_core::{Dtype, Epoch, Layout, Run, Version};
-use weightsync_mem::{BlockWrite, Listener, ModelSpec, PartialSlot, Relay, SegmentOptions};
+use weightsync_mem::{
+    BlockWrite, Listener, ModelDescription, PartialSlot, RelaySegment, SegmentOptions,
+};
 
-use super::{Connections, Fetch, FetchEnd, Held, Parent, Serving, Store, Threads, Transferred};
+use super::{
+    BlockStore, BulkFetch, Connections, FetchEnd, HeldVersion, Parent, Serving, Threads,
+    Transferred,
+};
 use crate::link::Credentials;
 use crate::link::listen::accept_all;
 use crate::link::stream::AsyncStream;
 use crate::relay::Item;
-use crate::wire::frame::{BLOCK, BlockHead, HEADER_BYTES, Header, Kind};
+use crate::wire::frame::{BLOCK, BlockHead, FrameHeader, FrameKind, HEADER_BYTES};
 use crate::wire::message::{Message, ToChild};
 
 mod deltas;
@@ -57,7 +62,7 @@ async fn parent_after<F: Future<Output = ()> + Send>(
         tokio::spawn(async move {
             let mut header = [0; HEADER_BYTES];
             while socket.read_exact(&mut header).await.is_ok() {
-                let header = Header::decode(&header, &[Kind::Bulk]).unwrap();
+                let header = FrameHeader::decode(&header, &[FrameKind::Bulk]).unwrap();
                 let mut payload = vec![0; header.len];
                 socket.read_exact(&mut payload).await.unwrap();
                 before().await;
@@ -96,10 +101,10 @@ fn held_parent(
 /// A fetching process, and its segment.
 struct Child {
     slot: Arc<PartialSlot>,
-    store: Arc<Store>,
-    fetch: Fetch,
+    store: Arc<BlockStore>,
+    fetch: BulkFetch,
     ends: mpsc::Receiver<(FetchEnd, Transferred)>,
-    _relay: Relay,
+    _relay: RelaySegment,
 }
 
 fn child(name: &str, address: SocketAddr, connections: usize) -> Child {
@@ -120,19 +125,20 @@ fn child_of(
 fn child_by(name: &str, address: SocketAddr, connections: Connections, item: Item) -> Child {
     let listener = Listener::at(&format!("weightsync/test/{name}/{}", std::process::id()));
     let bytes = u64::from(BLOCKS) * u64::from(BLOCK);
-    let model = ModelSpec {
+    let model = ModelDescription {
         layout: Layout::new([("w".to_owned(), Dtype::U8, vec![bytes])]).unwrap(),
         note: Vec::new(),
     };
     let options = SegmentOptions::default();
-    let relay = Relay::create(listener.unwrap(), SECRET, (RUN, 1), &[model], options).unwrap();
+    let relay =
+        RelaySegment::create(listener.unwrap(), SECRET, (RUN, 1), &[model], options).unwrap();
     let slot = relay.partial_slot(ITEM.model, ITEM.version, BLOCK as usize);
     let slot = slot.unwrap().unwrap();
-    let held = Arc::new(Held::arriving(slot.clone()));
+    let held = Arc::new(HeldVersion::arriving(slot.clone()));
     let parent = Parent { agent: 2, address };
     let (note, ends) = mpsc::channel();
-    let store = Arc::new(Store::of_relay());
-    let fetch = Fetch::start(
+    let store = Arc::new(BlockStore::of_relay());
+    let fetch = BulkFetch::start(
         (item, parent),
         (&Arc::new(connections), 0),
         (slot.clone(), held, None),
@@ -316,7 +322,7 @@ fn relay_does_not_search_for_an_unknown_model() {
     let note = move |served| {
         let _ = note.send(served);
     };
-    let store = Arc::new(Store::of_relay());
+    let store = Arc::new(BlockStore::of_relay());
     let serving = Serving::new((RUN, 1), store, Arc::new(Threads::default()), note);
     let address = runtime.block_on(listen(serving));
     let item = Item { model: 1, ..ITEM };

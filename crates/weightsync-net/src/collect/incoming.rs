@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 
 use crate::wire::message::ToTrainer;
 
-use super::What;
+use super::NoticeKind;
 
 /// Equally long runs of bytes in a file, at equal distances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,14 +24,14 @@ pub struct Rows {
 
 /// A part that a worker was asked for, and where its bytes belong.
 #[derive(Debug)]
-pub(super) struct Wanted {
+pub(super) struct WantedPart {
     part: u64,
     file: File,
     rows: Vec<Rows>,
     bytes: u64,
 }
 
-impl Wanted {
+impl WantedPart {
     /// `None` if the rows have more bytes, or end further on, than 64 bits can say.
     pub(super) fn new(part: u64, file: File, rows: Vec<Rows>) -> Option<Self> {
         let bytes = rows.iter().try_fold(0_u64, |sum, rows| {
@@ -50,8 +50,8 @@ impl Wanted {
 
 /// A part, some of whose bytes have come.
 #[derive(Debug)]
-struct UnderWay {
-    wanted: Wanted,
+struct IncomingPart {
+    wanted: WantedPart,
     /// The bytes that are missing.
     missing: u64,
     /// Where the next byte belongs: a run of a column, and a place in it.
@@ -61,7 +61,7 @@ struct UnderWay {
 /// Puts what a worker sends in its place.
 #[derive(Debug, Default)]
 pub(super) struct Incoming {
-    under_way: Option<UnderWay>,
+    under_way: Option<IncomingPart>,
 }
 
 impl Incoming {
@@ -69,13 +69,13 @@ impl Incoming {
     pub(super) fn message(
         &mut self,
         message: ToTrainer,
-        orders: &mut VecDeque<Wanted>,
-    ) -> Result<Option<What>, PartError> {
+        orders: &mut VecDeque<WantedPart>,
+    ) -> Result<Option<NoticeKind>, PartError> {
         match message {
             ToTrainer::Ping => Ok(None),
             ToTrainer::Join { .. } => Err(PartError::JoinedTwice),
             _ if self.under_way.is_some() => Err(PartError::Broken),
-            ToTrainer::Say { json } => Ok(Some(What::Said { json })),
+            ToTrainer::Say { json } => Ok(Some(NoticeKind::Said { json })),
             ToTrainer::Part { part, bytes } => {
                 let ordered = orders.front().map(|wanted| (wanted.part, wanted.bytes));
                 let Some(wanted) =
@@ -86,7 +86,7 @@ impl Incoming {
                         ordered,
                     });
                 };
-                self.under_way = Some(UnderWay {
+                self.under_way = Some(IncomingPart {
                     wanted,
                     missing: bytes,
                     at: (0, 0, 0),
@@ -97,7 +97,7 @@ impl Incoming {
     }
 
     /// Takes a piece, and writes it where it belongs.
-    pub(super) fn piece(&mut self, mut bytes: &[u8]) -> Result<Option<What>, PartError> {
+    pub(super) fn piece(&mut self, mut bytes: &[u8]) -> Result<Option<NoticeKind>, PartError> {
         let too_much = PartError::TooMuch {
             got: bytes.len(),
             missing: self.under_way.as_ref().map_or(0, |part| part.missing),
@@ -133,9 +133,9 @@ impl Incoming {
     }
 
     /// The part under way, if nothing is missing.
-    fn whole(&mut self) -> Option<What> {
+    fn whole(&mut self) -> Option<NoticeKind> {
         let part = self.under_way.take_if(|part| part.missing == 0)?;
-        Some(What::Part {
+        Some(NoticeKind::Part {
             part: part.wanted.part,
         })
     }

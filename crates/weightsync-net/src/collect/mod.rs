@@ -29,15 +29,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use self::incoming::Rows;
-pub use self::place::{Heard, Place, What};
-pub use self::trainer::Trainer;
-pub use self::worker::{Joined, Joining, Worker};
+pub use self::place::{NoticeKind, WorkerNotice, WorkerSeat};
+pub use self::trainer::CollectorPort;
+pub use self::worker::{CollectorLink, JoinOptions, JoinedWorker};
 
 use self::incoming::PartError;
 use self::silence::{HOST_SILENT, LOOK, Silence};
 use crate::bulk::serve::keep_alive;
 use crate::link::stream::Stream;
-use crate::wire::frame::{FrameError, HEADER_BYTES, Header, Kind, MAX_PIECE, header};
+use crate::wire::frame::{FrameError, FrameHeader, FrameKind, HEADER_BYTES, MAX_PIECE, header};
 use crate::wire::message::{Message, MessageError};
 
 /// How often an idle end sends a sign of life.
@@ -51,11 +51,11 @@ const ASKS: Duration = Duration::from_secs(10);
 const LEAVE: Duration = Duration::from_secs(5);
 
 /// The kinds of frames on these links.
-const KINDS: &[Kind] = &[Kind::Control, Kind::Piece];
+const KINDS: &[FrameKind] = &[FrameKind::Control, FrameKind::Piece];
 
 /// Why a link has ended.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Gone {
+pub(crate) enum LinkError {
     #[error("the connection was closed at the other end")]
     Closed,
     #[error("its host answered nothing for {HOST_SILENT:?}")]
@@ -76,7 +76,7 @@ pub(crate) enum Gone {
     ForAnother,
 }
 
-impl From<io::Error> for Gone {
+impl From<io::Error> for LinkError {
     fn from(error: io::Error) -> Self {
         match error.downcast::<Self>() {
             Ok(gone) => gone,
@@ -92,12 +92,12 @@ impl From<io::Error> for Gone {
 
 /// A connection that one thread reads from and others write to. A read ends when the other end is
 /// gone.
-struct Shared {
+struct WatchedStream {
     stream: Arc<Stream>,
     silence: Silence,
 }
 
-impl Read for Shared {
+impl Read for WatchedStream {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
             match (&*self.stream).read(buffer) {
@@ -117,18 +117,18 @@ impl Read for Shared {
 }
 
 /// The frames that arrive on a link.
-struct Frames {
-    socket: BufReader<Shared>,
+struct FrameReader {
+    socket: BufReader<WatchedStream>,
     payload: Vec<u8>,
 }
 
-impl Frames {
+impl FrameReader {
     /// Those of an end that may send nothing for this long while its host answers.
     fn new(stream: Arc<Stream>, silent: Duration) -> Self {
         let silence = Silence::new(silent);
         Self {
             // For headers and messages. A piece passes it by.
-            socket: BufReader::with_capacity(4 << 10, Shared { stream, silence }),
+            socket: BufReader::with_capacity(4 << 10, WatchedStream { stream, silence }),
             payload: Vec::new(),
         }
     }
@@ -139,10 +139,10 @@ impl Frames {
     }
 
     /// The next frame, whole and undamaged.
-    fn next(&mut self) -> Result<(Kind, &[u8]), Gone> {
+    fn next(&mut self) -> Result<(FrameKind, &[u8]), LinkError> {
         let mut head = [0; HEADER_BYTES];
         self.socket.read_exact(&mut head)?;
-        let header = Header::decode(&head, KINDS)?;
+        let header = FrameHeader::decode(&head, KINDS)?;
         if self.payload.len() < header.len {
             self.payload.resize(header.len, 0);
         }
@@ -153,7 +153,7 @@ impl Frames {
     }
 }
 
-fn write_frame(mut socket: &Stream, kind: Kind, payload: &[u8]) -> io::Result<()> {
+fn write_frame(mut socket: &Stream, kind: FrameKind, payload: &[u8]) -> io::Result<()> {
     let head = header(kind, payload);
     let mut sent = 0;
     while sent < HEADER_BYTES {
@@ -168,14 +168,14 @@ fn write_frame(mut socket: &Stream, kind: Kind, payload: &[u8]) -> io::Result<()
     socket.write_all(&payload[sent - HEADER_BYTES..])
 }
 
-fn write_message(socket: &Stream, message: &impl Message) -> Result<(), Gone> {
-    Ok(write_frame(socket, Kind::Control, &message.encode()?)?)
+fn write_message(socket: &Stream, message: &impl Message) -> Result<(), LinkError> {
+    Ok(write_frame(socket, FrameKind::Control, &message.encode()?)?)
 }
 
 /// Sends bytes in pieces.
 fn write_pieces(socket: &Stream, bytes: &[u8]) -> io::Result<()> {
     let mut pieces = bytes.chunks(MAX_PIECE);
-    pieces.try_for_each(|piece| write_frame(socket, Kind::Piece, piece))
+    pieces.try_for_each(|piece| write_frame(socket, FrameKind::Piece, piece))
 }
 
 /// Has reads look at the other host from time to time. A write waits until the thread that reads

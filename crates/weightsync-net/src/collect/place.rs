@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 use rustix::time::{ClockId, clock_gettime};
 use weightsync_engine::{Origin, Result};
 
-use super::incoming::{Incoming, Wanted};
-use super::{Frames, Gone, HEARTBEAT, Rows, write_message, write_pieces};
+use super::incoming::{Incoming, WantedPart};
+use super::{FrameReader, HEARTBEAT, LinkError, Rows, write_message, write_pieces};
 use crate::address::bad;
 use crate::error::os;
 use crate::link::stream::Stream;
-use crate::wire::frame::Kind;
+use crate::wire::frame::FrameKind;
 use crate::wire::message::{Message, ToTrainer, ToWorker};
 
 /// The most orders that may wait for a worker.
@@ -33,7 +33,7 @@ const OVERRUN: &str = "more orders wait for it than it may have: 1,024";
 /// **Guarantee.** Once [`cut`](Self::cut) has returned, nothing that the worker sent is written any
 /// more. Dropping it does the same.
 #[derive(Debug)]
-pub struct Place {
+pub struct WorkerSeat {
     pub(super) seat: Arc<Seat>,
     hears: PipeReader,
     owner: Origin,
@@ -41,16 +41,16 @@ pub struct Place {
 
 /// Something that a worker has said or done.
 #[derive(Debug, PartialEq)]
-pub struct Heard {
+pub struct WorkerNotice {
     /// What it is.
-    pub what: What,
+    pub what: NoticeKind,
     /// When it came: seconds on the system's monotonic clock.
     pub at: f64,
 }
 
 /// What a worker has said or done.
 #[derive(Debug, PartialEq)]
-pub enum What {
+pub enum NoticeKind {
     /// A worker has taken the place.
     Joined {
         /// Where it connects from.
@@ -73,14 +73,14 @@ pub enum What {
     },
 }
 
-impl Place {
+impl WorkerSeat {
     pub(super) fn new(worker: u32, ticket: Option<u64>, settings: Vec<u8>) -> Result<Self> {
         let (hears, rings) = io::pipe().map_err(os("opening a pipe"))?;
         let seat = Arc::new(Seat {
             worker,
             ticket,
             rings,
-            state: Mutex::new(State {
+            state: Mutex::new(SeatState {
                 stage: Stage::Open,
                 settings,
                 orders: VecDeque::new(),
@@ -120,14 +120,14 @@ impl Place {
     ///
     /// [`Error::BadSetting`](weightsync_engine::Error::BadSetting) for rows beyond 64 bits.
     pub fn expect(&self, part: u64, file: File, rows: Vec<Rows>) -> Result<()> {
-        let wanted = Wanted::new(part, file, rows)
+        let wanted = WantedPart::new(part, file, rows)
             .ok_or_else(|| bad("rows", "places within 64 bits", "more"))?;
         self.seat.lock().wanted.push_back(wanted);
         Ok(())
     }
 
     /// The next thing that the worker has said or done, if there is any.
-    pub fn hear(&self) -> Option<Heard> {
+    pub fn hear(&self) -> Option<WorkerNotice> {
         let mut state = self.seat.lock();
         let heard = state.heard.pop_front()?;
         if state.heard.is_empty() {
@@ -154,7 +154,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for WorkerSeat {
     fn drop(&mut self) {
         // In a forked child the connection is the parent's.
         if self.owner.is_here() {
@@ -170,18 +170,18 @@ pub(super) struct Seat {
     pub(super) ticket: Option<u64>,
     /// Has a byte in it while something was heard.
     rings: PipeWriter,
-    state: Mutex<State>,
+    state: Mutex<SeatState>,
     changed: Condvar,
 }
 
 #[derive(Debug)]
-pub(super) struct State {
+pub(super) struct SeatState {
     pub(super) stage: Stage,
     /// Until they are sent: a policy may be large.
     settings: Vec<u8>,
     orders: VecDeque<ToWorker>,
-    wanted: VecDeque<Wanted>,
-    heard: VecDeque<Heard>,
+    wanted: VecDeque<WantedPart>,
+    heard: VecDeque<WorkerNotice>,
     /// When something came from the worker.
     pub(super) last: Instant,
     /// Too many orders waited.
@@ -197,7 +197,7 @@ pub(super) enum Stage {
     Gone,
 }
 
-impl State {
+impl SeatState {
     /// Nothing is kept of what the worker was to get, nor are descriptors of the collector's memory.
     fn end(&mut self) {
         self.stage = Stage::Gone;
@@ -208,7 +208,7 @@ impl State {
 }
 
 impl Seat {
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, SeatState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -225,7 +225,7 @@ impl Seat {
             Stage::Open => {
                 state.end();
                 let reason = OVERRUN.into();
-                self.note(&mut state, What::Gone { reason });
+                self.note(&mut state, NoticeKind::Gone { reason });
             }
             Stage::Taken(socket) => drop(socket.shutdown(Shutdown::Both)),
             Stage::Gone => {}
@@ -273,13 +273,13 @@ impl Seat {
     }
 
     /// False if so much waits already that the worker is not to be heard any more.
-    fn say(&self, what: What) -> bool {
+    fn say(&self, what: NoticeKind) -> bool {
         let mut state = self.lock();
         self.note(&mut state, what)
     }
 
-    pub(super) fn note(&self, state: &mut State, what: What) -> bool {
-        let is_said = |what: &What| matches!(what, What::Said { .. });
+    pub(super) fn note(&self, state: &mut SeatState, what: NoticeKind) -> bool {
+        let is_said = |what: &NoticeKind| matches!(what, NoticeKind::Said { .. });
         let said = state.heard.iter().filter(|one| is_said(&one.what));
         // Parts are as many as were asked for.
         if is_said(&what) && said.count() >= MOST_HEARD {
@@ -290,12 +290,12 @@ impl Seat {
         }
         let now = clock_gettime(ClockId::Monotonic);
         let at = now.tv_sec as f64 + now.tv_nsec as f64 / 1e9;
-        state.heard.push_back(Heard { what, at });
+        state.heard.push_back(WorkerNotice { what, at });
         true
     }
 
     /// Sends what the trainer has to say, and signs of life, until the link ends.
-    pub(super) fn write(&self, socket: &Stream) -> Result<(), Gone> {
+    pub(super) fn write(&self, socket: &Stream) -> Result<(), LinkError> {
         let settings = std::mem::take(&mut self.lock().settings);
         let (worker, bytes) = (self.worker, settings.len() as u64);
         write_message(socket, &ToWorker::Welcome { worker, bytes })?;
@@ -323,17 +323,17 @@ impl Seat {
     }
 
     /// Reads what the worker sends, until the link ends.
-    pub(super) fn read(&self, frames: &mut Frames) -> Gone {
+    pub(super) fn read(&self, frames: &mut FrameReader) -> LinkError {
         let mut incoming = Incoming::default();
         loop {
             let next = frames.next();
             self.lock().last = Instant::now();
             let heard = match next {
-                Ok((Kind::Piece, piece)) => incoming.piece(piece).map_err(Gone::Part),
+                Ok((FrameKind::Piece, piece)) => incoming.piece(piece).map_err(LinkError::Part),
                 Ok((_, payload)) => match ToTrainer::decode(payload) {
                     Ok(message) => {
                         let wanted = &mut self.lock().wanted;
-                        incoming.message(message, wanted).map_err(Gone::Part)
+                        incoming.message(message, wanted).map_err(LinkError::Part)
                     }
                     Err(error) => Err(error.into()),
                 },
@@ -343,7 +343,7 @@ impl Seat {
                 Ok(None) => {}
                 Ok(Some(what)) => {
                     if !self.say(what) {
-                        return Gone::Flood;
+                        return LinkError::Flood;
                     }
                 }
                 Err(gone) => return gone,
@@ -353,15 +353,15 @@ impl Seat {
 }
 
 /// A worker's link. It ends in order also where its thread panics.
-pub(super) struct Link<'a> {
+pub(super) struct WorkerLink<'a> {
     pub(super) seat: &'a Seat,
     pub(super) socket: &'a Stream,
     pub(super) from: SocketAddr,
     /// None: its thread panics.
-    pub(super) ended: Option<Gone>,
+    pub(super) ended: Option<LinkError>,
 }
 
-impl Drop for Link<'_> {
+impl Drop for WorkerLink<'_> {
     fn drop(&mut self) {
         let mut state = self.seat.lock();
         state.end();
@@ -371,7 +371,7 @@ impl Drop for Link<'_> {
             None => "its thread has panicked".into(),
         };
         let reason = format!("the link to it, from {}, has ended: {why}", self.from);
-        self.seat.note(&mut state, What::Gone { reason });
+        self.seat.note(&mut state, NoticeKind::Gone { reason });
         drop(state);
         // A worker that sees the end knows that all was noted.
         let _ = self.socket.shutdown(Shutdown::Both);

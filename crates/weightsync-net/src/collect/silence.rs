@@ -10,7 +10,7 @@ use std::time::Duration;
 use weightsync_engine::transport::SILENT_SENDER;
 use weightsync_mem::HostAnswers;
 
-use super::Gone;
+use super::LinkError;
 
 /// How long a read waits before this end looks at the other host.
 pub(super) const LOOK: Duration = Duration::from_secs(1);
@@ -52,16 +52,16 @@ impl Silence {
     /// # Errors
     ///
     /// Why the other end is gone.
-    pub(super) fn goes_on(&mut self, answers: Option<HostAnswers>) -> Result<(), Gone> {
+    pub(super) fn goes_on(&mut self, answers: Option<HostAnswers>) -> Result<(), LinkError> {
         self.lasted += LOOK;
         // The answer to the newest packet may be on its way: it will be here at the next look.
         let was_unanswered = self.is_unanswered;
         self.is_unanswered = answers.is_some_and(|host| host.unanswered > 0);
         match answers {
             Some(host) if was_unanswered && self.is_unanswered && host.since >= HOST_SILENT => {
-                Err(Gone::HostSilent)
+                Err(LinkError::HostSilent)
             }
-            _ if self.lasted >= self.limit => Err(Gone::Silent(self.lasted)),
+            _ if self.lasted >= self.limit => Err(LinkError::Silent(self.lasted)),
             _ => Ok(()),
         }
     }

@@ -11,15 +11,15 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::incoming::{Incoming, Wanted};
+use super::incoming::{Incoming, WantedPart};
 use super::*;
 use crate::link::Credentials;
 use crate::link::blocking;
 use crate::link::stream::Stream;
 use crate::scheme::Distributed;
-use crate::tls::Peer;
+use crate::tls::TlsPeer;
 use crate::wire::frame::MAX_PIECE;
-use crate::wire::hello::Role;
+use crate::wire::hello::LinkRole;
 use crate::wire::message::{ToTrainer, ToWorker};
 
 /// For what has to come: only a test that fails waits so long.
@@ -39,12 +39,12 @@ fn content(file: &File) -> Vec<u8> {
     bytes
 }
 
-fn trainer() -> Trainer {
-    Trainer::listen(&Distributed::new(), 2, false).unwrap()
+fn trainer() -> CollectorPort {
+    CollectorPort::listen(&Distributed::new(), 2, false).unwrap()
 }
 
-fn joining(trainer: &Trainer, worker: Option<u32>, ticket: Option<u64>) -> Joining {
-    Joining {
+fn joining(trainer: &CollectorPort, worker: Option<u32>, ticket: Option<u64>) -> JoinOptions {
+    JoinOptions {
         address: trainer.address().into(),
         secret: trainer.secret(),
         insecure_plaintext_code: false,
@@ -62,34 +62,34 @@ fn code_travels_in_plain_text_only_with_its_own_permission() {
         let scheme = Distributed::new().listen("0.0.0.0:0").token(token);
         scheme.insecure_plaintext()
     };
-    let refused = Trainer::listen(&scheme(), 1, false)
+    let refused = CollectorPort::listen(&scheme(), 1, false)
         .unwrap_err()
         .to_string();
     assert!(
         refused.contains("insecure_plaintext_code=True"),
         "{refused}"
     );
-    let trainer = Trainer::listen(&scheme(), 1, true).unwrap();
-    let far = Joining {
+    let trainer = CollectorPort::listen(&scheme(), 1, true).unwrap();
+    let far = JoinOptions {
         // Of no machine.
         address: "192.0.2.1:9".into(),
         ..joining(&trainer, None, None)
     };
-    let refused = Worker::join(&far, |_| {}).unwrap_err().to_string();
+    let refused = CollectorLink::join(&far, |_| {}).unwrap_err().to_string();
     assert!(refused.contains("--insecure-plaintext-code"), "{refused}");
 }
 
 /// A worker, and what ends it, if anything does.
-fn join(trainer: &Trainer, worker: Option<u32>) -> (Joined, mpsc::Receiver<String>) {
+fn join(trainer: &CollectorPort, worker: Option<u32>) -> (JoinedWorker, mpsc::Receiver<String>) {
     let (gone, ends) = mpsc::channel();
-    let joined = Worker::join(&joining(trainer, worker, None), move |reason| {
+    let joined = CollectorLink::join(&joining(trainer, worker, None), move |reason| {
         gone.send(reason).unwrap();
     });
     (joined.unwrap(), ends)
 }
 
 /// The next thing that a place hears, which has to come.
-fn hear(place: &Place) -> What {
+fn hear(place: &WorkerSeat) -> NoticeKind {
     let until = std::time::Instant::now() + LONG;
     loop {
         if let Some(heard) = place.hear() {
@@ -105,43 +105,43 @@ fn hear(place: &Place) -> What {
     }
 }
 
-fn hear_joined(place: &Place) {
+fn hear_joined(place: &WorkerSeat) {
     let heard = hear(place);
-    assert!(matches!(heard, What::Joined { .. }), "{heard:?}");
+    assert!(matches!(heard, NoticeKind::Joined { .. }), "{heard:?}");
 }
 
-fn reason(place: &Place) -> String {
+fn reason(place: &WorkerSeat) -> String {
     match hear(place) {
-        What::Gone { reason } => reason,
+        NoticeKind::Gone { reason } => reason,
         other => panic!("{other:?}"),
     }
 }
 
 /// A peer that has the secret and says what it likes, and the answer to its wish to join.
-fn asking(trainer: &Trainer, worker: Option<u32>) -> (Arc<Stream>, Frames, ToWorker) {
+fn asking(trainer: &CollectorPort, worker: Option<u32>) -> (Arc<Stream>, FrameReader, ToWorker) {
     let address: std::net::SocketAddr = trainer.address().parse().unwrap();
     let credentials = Credentials::plain(&trainer.secret());
-    let peer = Peer::Sender(address.ip());
-    let socket = blocking::dial(address, &credentials, peer, Role::Collector, Some(LONG));
+    let peer = TlsPeer::Sender(address.ip());
+    let socket = blocking::dial(address, &credentials, peer, LinkRole::Collector, Some(LONG));
     let socket = Arc::new(socket.unwrap());
     let ticket = None;
     write_message(&socket, &ToTrainer::Join { worker, ticket }).unwrap();
     prepare(&socket).unwrap();
-    let mut frames = Frames::new(socket.clone(), LONG);
+    let mut frames = FrameReader::new(socket.clone(), LONG);
     let (_, payload) = frames.next().unwrap();
     let answer = ToWorker::decode(payload).unwrap();
     (socket, frames, answer)
 }
 
 /// Such a peer that was let in.
-fn rogue(trainer: &Trainer, worker: Option<u32>) -> (Arc<Stream>, Frames) {
+fn rogue(trainer: &CollectorPort, worker: Option<u32>) -> (Arc<Stream>, FrameReader) {
     let (socket, frames, answer) = asking(trainer, worker);
     assert!(matches!(answer, ToWorker::Welcome { .. }), "{answer:?}");
     (socket, frames)
 }
 
 /// The reason for which a worker is to ask again.
-fn later(trainer: &Trainer, worker: Option<u32>) -> String {
+fn later(trainer: &CollectorPort, worker: Option<u32>) -> String {
     match asking(trainer, worker).2 {
         ToWorker::Later { reason } => reason,
         other => panic!("{other:?}"),
@@ -185,12 +185,12 @@ fn part_lands_where_its_order_said() {
     place.expect(4, file.try_clone().unwrap(), rows()).unwrap();
     let (column, runs) = (vec![1; 200], (0..60).collect::<Vec<u8>>());
     joined.link.send_part(4, &[&column, &runs]).unwrap();
-    assert_eq!(hear(&place), What::Part { part: 4 });
+    assert_eq!(hear(&place), NoticeKind::Part { part: 4 });
     assert_eq!(content(&file), filled(&column, &runs));
 
     joined.link.say("words".into()).unwrap();
     let json = "words".into();
-    assert_eq!(hear(&place), What::Said { json });
+    assert_eq!(hear(&place), NoticeKind::Said { json });
     // An end in order: the worker is told, and leaves.
     place.leave();
     assert_eq!(joined.link.next(), None);
@@ -218,7 +218,7 @@ fn part_of_many_pieces_comes_whole() {
         .expect(1, file.try_clone().unwrap(), vec![row])
         .unwrap();
     joined.link.send_part(1, &[&bytes]).unwrap();
-    assert!(matches!(hear(&place), What::Part { part: 1 }));
+    assert!(matches!(hear(&place), NoticeKind::Part { part: 1 }));
     assert!(content(&file) == bytes);
 }
 
@@ -257,7 +257,7 @@ fn part_out_of_its_order_is_never_delivered() {
             Box::new(move |mut socket| {
                 part(socket, 4, 260);
                 write_pieces(socket, &[1; 100]).unwrap();
-                let mut head = header(Kind::Piece, &[1; 160]);
+                let mut head = header(FrameKind::Piece, &[1; 160]);
                 head[8] ^= 1;
                 socket.write_all(&head).unwrap();
                 socket.write_all(&[1; 160]).unwrap();
@@ -336,7 +336,7 @@ fn worker_without_a_place_is_told_why() {
     let open = |worker, ticket| trainer.open(worker, ticket, Vec::new()).unwrap();
     let (first, launched) = (open(0, None), open(1, Some(77)));
     let refused = |worker, ticket| {
-        let error = Worker::join(&joining(&trainer, worker, ticket), |_| {});
+        let error = CollectorLink::join(&joining(&trainer, worker, ticket), |_| {});
         error.map(|joined| joined.worker).unwrap_err().to_string()
     };
     assert!(refused(Some(9), None).contains("there is no worker 9: the collector has 2 workers"));
@@ -347,7 +347,7 @@ fn worker_without_a_place_is_told_why() {
     hear_joined(&first);
     assert!(refused(Some(0), None).contains("worker 0 is there already"));
     assert!(refused(None, None).contains("all are there"));
-    let two = Worker::join(&joining(&trainer, Some(1), Some(77)), |_| {}).unwrap();
+    let two = CollectorLink::join(&joining(&trainer, Some(1), Some(77)), |_| {}).unwrap();
     hear_joined(&launched);
     assert_eq!((one.worker, two.worker), (0, 1));
     assert_eq!(first.hear(), None);
@@ -371,7 +371,7 @@ fn worker_asks_again_until_its_place_is_open() {
     }
     let mut hasty = joining(&trainer, Some(0), None);
     hasty.patience = Duration::ZERO;
-    let refused = Worker::join(&hasty, |_| {}).map(drop).unwrap_err();
+    let refused = CollectorLink::join(&hasty, |_| {}).map(drop).unwrap_err();
     assert!(refused.to_string().contains("has not asked for another"));
     std::thread::scope(|scope| {
         let back = scope.spawn(|| join(&trainer, Some(0)).0.worker);
@@ -417,9 +417,9 @@ fn last_words_are_read_once_a_worker_has_left() {
     }
     joined.link.leave();
     // Nothing is waited for here.
-    let heard: Vec<What> = std::iter::from_fn(|| Some(place.hear()?.what)).collect();
+    let heard: Vec<NoticeKind> = std::iter::from_fn(|| Some(place.hear()?.what)).collect();
     let json = "9".into();
-    assert!(heard.contains(&What::Said { json }), "{heard:?}");
+    assert!(heard.contains(&NoticeKind::Said { json }), "{heard:?}");
 }
 
 #[test]
@@ -435,7 +435,7 @@ fn worker_that_says_too_much_is_cut() {
     assert!(place.wait(LONG));
     hear_joined(&place);
     for _ in 0..16 {
-        assert!(matches!(hear(&place), What::Said { .. }));
+        assert!(matches!(hear(&place), NoticeKind::Said { .. }));
     }
     assert!(reason(&place).contains("more messages than it was asked for"));
     // Longer words do not even travel.
@@ -460,14 +460,16 @@ fn stranger_without_the_secret_gets_nowhere() {
     let place = trainer.open(0, None, b"secrets".into()).unwrap();
     let mut stranger = joining(&trainer, None, None);
     stranger.secret[0] ^= 1;
-    let error = Worker::join(&stranger, |_| {}).map(|_| ()).unwrap_err();
+    let error = CollectorLink::join(&stranger, |_| {})
+        .map(|_| ())
+        .unwrap_err();
     assert!(error.to_string().contains("refused the token"), "{error}");
     // One that may not even ask for this role.
     let address: std::net::SocketAddr = trainer.address().parse().unwrap();
     let credentials = Credentials::plain(&trainer.secret());
-    let peer = Peer::Sender(address.ip());
-    let other = blocking::dial(address, &credentials, peer, Role::Control, Some(LONG)).unwrap();
-    assert!(Frames::new(Arc::new(other), LONG).next().is_err());
+    let peer = TlsPeer::Sender(address.ip());
+    let other = blocking::dial(address, &credentials, peer, LinkRole::Control, Some(LONG)).unwrap();
+    assert!(FrameReader::new(Arc::new(other), LONG).next().is_err());
     assert_eq!(place.hear(), None);
 }
 
@@ -489,7 +491,9 @@ fn launched_worker_ends_where_its_trainer_is_gone() {
     let mut launched = joining(&trainer, Some(0), Some(7));
     launched.patience = Duration::from_secs(24 * 3600);
     drop(trainer);
-    let gone = Worker::join(&launched, |_| {}).map(drop).unwrap_err();
+    let gone = CollectorLink::join(&launched, |_| {})
+        .map(drop)
+        .unwrap_err();
     assert!(gone.to_string().contains("refused"), "{gone}");
 }
 
@@ -510,7 +514,7 @@ fn silent_end_is_gone_at_its_limit() {
     let silent = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let silent = Arc::new(Stream::plain(silent));
     prepare(&silent).unwrap();
-    let gone = Frames::new(silent, LOOK).next().map(drop).unwrap_err();
+    let gone = FrameReader::new(silent, LOOK).next().map(drop).unwrap_err();
     assert_eq!(gone.to_string(), "nothing arrived for 1s");
 }
 
@@ -577,8 +581,8 @@ proptest! {
     #[test]
     fn bytes_go_where_an_order_said_or_nowhere(all in proptest::collection::vec(sent(), 0..12)) {
         let file = memory(1000);
-        let wanted = |part| Wanted::new(part, file.try_clone().unwrap(), rows()).unwrap();
-        let mut orders: VecDeque<Wanted> = [wanted(1), wanted(2)].into();
+        let wanted = |part| WantedPart::new(part, file.try_clone().unwrap(), rows()).unwrap();
+        let mut orders: VecDeque<WantedPart> = [wanted(1), wanted(2)].into();
         let (mut incoming, mut parts) = (Incoming::default(), Vec::<u64>::new());
         // The bytes of the part under way, as a trainer that keeps them all would have them.
         let mut came: Vec<u8> = Vec::new();
@@ -596,7 +600,7 @@ proptest! {
                 }
             };
             match result {
-                Ok(Some(What::Part { part })) => {
+                Ok(Some(NoticeKind::Part { part })) => {
                     prop_assert_eq!(came.len(), 260);
                     prop_assert_eq!(content(&file), filled(&came[..200], &came[200..]));
                     parts.push(part);
@@ -621,6 +625,6 @@ proptest! {
         let ends = wide(offset) + wide(stride) * wide(count) + wide(bytes);
         let all = wide(bytes) * wide(count);
         let fits = ends <= wide(u64::MAX) && all <= wide(u64::MAX);
-        prop_assert_eq!(Wanted::new(1, memory(0), vec![row]).is_some(), fits);
+        prop_assert_eq!(WantedPart::new(1, memory(0), vec![row]).is_some(), fits);
     }
 }

@@ -10,18 +10,18 @@ use tokio::runtime::Runtime;
 use weightsync_engine::{Origin, Result};
 
 use super::incoming::PartError;
-use super::place::{Link, Place, Seat, Stage, What};
+use super::place::{NoticeKind, Seat, Stage, WorkerLink, WorkerSeat};
 use super::silence::SILENT;
-use super::{ASKS, Frames, Gone, prepare, write_message};
+use super::{ASKS, FrameReader, LinkError, prepare, write_message};
 use crate::access::Key;
 use crate::error::{listen_error, os, transport};
 use crate::link::Credentials;
-use crate::link::admission::{Admitted, Doing, Room};
+use crate::link::admission::{Admitted, ConnectionLimits, Doing};
 use crate::link::stream::{AsyncStream, Stream};
 use crate::link::{HANDSHAKE, listen::accept_all};
 use crate::scheme::Distributed;
-use crate::wire::frame::{FrameError, Kind};
-use crate::wire::hello::Role;
+use crate::wire::frame::{FrameError, FrameKind};
+use crate::wire::hello::LinkRole;
 use crate::wire::message::{Message, ToTrainer, ToWorker};
 
 /// A worker that has sent nothing for longer than this may have gone without a word: another that
@@ -35,24 +35,24 @@ const MORE_CONNECTIONS: usize = 64;
 ///
 /// **Guarantee.** Once it is dropped the port is closed, and no more worker joins.
 #[derive(Debug)]
-pub struct Trainer {
+pub struct CollectorPort {
     address: String,
     secret: [u8; 16],
     has_token: bool,
-    places: Arc<Places>,
+    places: Arc<WorkerSeats>,
     runtime: Option<Runtime>,
     owner: Origin,
 }
 
 #[derive(Debug, Default)]
-struct Places {
+struct WorkerSeats {
     /// How many there will be.
     workers: u32,
     by_worker: Mutex<BTreeMap<u32, Arc<Seat>>>,
     connections: Mutex<Admitted<Arc<Stream>>>,
 }
 
-impl Trainer {
+impl CollectorPort {
     /// Listens where the scheme's settings say, for links of so many workers. The token is the scheme's or
     /// the environment's; without one, which only loopback allows, the secret is random.
     ///
@@ -85,14 +85,14 @@ impl Trainer {
         listens.map_err(os("preparing the listening socket"))?;
         let runtime = crate::relay::runtime("weightsync-link");
         let runtime = runtime.map_err(os("starting the collector's network threads"))?;
-        let places = Arc::new(Places {
+        let places = Arc::new(WorkerSeats {
             workers,
-            ..Places::default()
+            ..WorkerSeats::default()
         });
         let (key, shared) = (Key::new(&secret), places.clone());
         let credentials = Credentials { key, tls };
         let take = move |socket: AsyncStream, from: SocketAddr, role| {
-            if role == Role::Collector
+            if role == LinkRole::Collector
                 && let Err(error) = shared.clone().begin(socket, from)
             {
                 tracing::warn!("a worker from {from} was turned away: {error}");
@@ -135,8 +135,8 @@ impl Trainer {
     /// # Errors
     ///
     /// That of the system, if it has no descriptor left.
-    pub fn open(&self, worker: u32, ticket: Option<u64>, settings: Vec<u8>) -> Result<Place> {
-        let place = Place::new(worker, ticket, settings)?;
+    pub fn open(&self, worker: u32, ticket: Option<u64>, settings: Vec<u8>) -> Result<WorkerSeat> {
+        let place = WorkerSeat::new(worker, ticket, settings)?;
         let before = self.places.lock().get(&worker).cloned();
         if let Some(before) = before {
             before.cut();
@@ -150,7 +150,7 @@ impl Trainer {
     }
 }
 
-impl Drop for Trainer {
+impl Drop for CollectorPort {
     fn drop(&mut self) {
         let Some(runtime) = self.runtime.take() else {
             return;
@@ -165,7 +165,7 @@ impl Drop for Trainer {
     }
 }
 
-impl Places {
+impl WorkerSeats {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Arc<Seat>>> {
         self.by_worker
             .lock()
@@ -184,10 +184,10 @@ impl Places {
         prepare(&socket)?;
         // All workers may be on one host.
         let most = self.workers as usize + MORE_CONNECTIONS;
-        let room = Room {
+        let room = ConnectionLimits {
             all: most,
             of_one: most,
-            ..Room::STRANGERS
+            ..ConnectionLimits::STRANGERS
         };
         let entered = self
             .connections()
@@ -210,13 +210,13 @@ impl Places {
     }
 
     /// Serves a connection until it ends; an error is one of a worker without a place.
-    fn serve(&self, socket: &Arc<Stream>, from: SocketAddr, number: u64) -> Result<(), Gone> {
-        let mut frames = Frames::new(socket.clone(), ASKS);
+    fn serve(&self, socket: &Arc<Stream>, from: SocketAddr, number: u64) -> Result<(), LinkError> {
+        let mut frames = FrameReader::new(socket.clone(), ASKS);
         let (worker, ticket) = joining(&mut frames)?;
         frames.wait_for(SILENT);
         // One with a place is not closed for another, and one that was gets no place.
         if !self.connections().is_now(number, Doing::Busy) {
-            return Err(Gone::ForAnother);
+            return Err(LinkError::ForAnother);
         }
         let seat = match self.admit(worker, ticket, socket.socket(), from)? {
             Ok(seat) => seat,
@@ -249,7 +249,7 @@ impl Places {
             }
         };
         std::thread::scope(|scope| {
-            let mut link = Link {
+            let mut link = WorkerLink {
                 seat: &seat,
                 socket,
                 from,
@@ -264,7 +264,7 @@ impl Places {
             });
             link.ended = Some(match writer {
                 Ok(_) => seat.read(&mut frames),
-                Err(error) => Gone::Failed(error),
+                Err(error) => LinkError::Failed(error),
             });
         });
         Ok(())
@@ -292,7 +292,7 @@ impl Places {
                     state.stage = Stage::Taken(socket.try_clone()?);
                     state.last = Instant::now();
                     let from = from.to_string();
-                    seat.note(&mut state, What::Joined { from });
+                    seat.note(&mut state, NoticeKind::Joined { from });
                     return Ok(Ok(seat.clone()));
                 }
                 // A launch has one worker.
@@ -343,7 +343,7 @@ impl Places {
 }
 
 /// A connection that is counted.
-struct Counted(Arc<Places>, u64);
+struct Counted(Arc<WorkerSeats>, u64);
 
 impl Drop for Counted {
     fn drop(&mut self) {
@@ -352,9 +352,9 @@ impl Drop for Counted {
 }
 
 /// The number and the ticket of a worker, which are the first that it says.
-fn joining(frames: &mut Frames) -> Result<(Option<u32>, Option<u64>), Gone> {
+fn joining(frames: &mut FrameReader) -> Result<(Option<u32>, Option<u64>), LinkError> {
     let (kind, payload) = frames.next()?;
-    if kind != Kind::Control {
+    if kind != FrameKind::Control {
         return Err(FrameError::Kind { got: kind.code() }.into());
     }
     match ToTrainer::decode(payload)? {
@@ -369,11 +369,11 @@ mod tests {
 
     #[test]
     fn connection_that_was_closed_for_another_gets_no_place() {
-        let places = Places {
+        let places = WorkerSeats {
             workers: 1,
-            ..Places::default()
+            ..WorkerSeats::default()
         };
-        let place = Place::new(0, None, Vec::new()).unwrap();
+        let place = WorkerSeat::new(0, None, Vec::new()).unwrap();
         places.lock().insert(0, place.seat.clone());
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let worker = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -386,7 +386,7 @@ mod tests {
         let socket = Arc::new(Stream::plain(socket));
         // No connection has this number any more.
         let gone = places.serve(&socket, from, 7).unwrap_err();
-        assert!(matches!(gone, Gone::ForAnother), "{gone}");
+        assert!(matches!(gone, LinkError::ForAnother), "{gone}");
         assert!(matches!(place.seat.lock().stage, Stage::Open));
         assert_eq!(place.hear(), None);
     }

@@ -12,16 +12,16 @@ use weightsync_core::Remedy;
 use weightsync_engine::{Error, Origin, Result};
 
 use super::silence::SILENT;
-use super::{ASKS, Frames, Gone, HEARTBEAT, LEAVE, prepare, write_message, write_pieces};
+use super::{ASKS, FrameReader, HEARTBEAT, LEAVE, LinkError, prepare, write_message, write_pieces};
 use crate::access::{Access, Key};
 use crate::address::{host_of, resolve_all};
 use crate::error::{NetError, os, transport};
 use crate::link::Credentials;
 use crate::link::stream::Stream;
 use crate::link::{HANDSHAKE, blocking};
-use crate::tls::{Part, Peer};
-use crate::wire::frame::{FrameError, Kind};
-use crate::wire::hello::{HelloError, Role};
+use crate::tls::{CertificateRole, TlsPeer};
+use crate::wire::frame::{FrameError, FrameKind};
+use crate::wire::hello::{HelloError, LinkRole};
 use crate::wire::message::{Message, ToTrainer, ToWorker};
 
 /// How long connections to a trainer are refused until it counts as gone.
@@ -41,7 +41,7 @@ const AT_ONCE: u64 = 1 << 20;
 
 /// How a worker joins its trainer.
 #[derive(Clone, Debug)]
-pub struct Joining {
+pub struct JoinOptions {
     /// The trainer's `host:port`.
     pub address: String,
     /// The secret, which is that of the token if there is one.
@@ -62,9 +62,9 @@ pub struct Joining {
 
 /// A worker that was let in.
 #[derive(Debug)]
-pub struct Joined {
+pub struct JoinedWorker {
     /// Its end of the link.
-    pub link: Worker,
+    pub link: CollectorLink,
     /// Its number.
     pub worker: u32,
     /// What the trainer starts it with.
@@ -78,24 +78,24 @@ pub struct Joined {
 /// also called if the worker does not leave within 5 s after the trainer has ended. It is not called
 /// once the worker has left: by [`leave`](Self::leave), or by being dropped.
 #[derive(Debug)]
-pub struct Worker {
-    shared: Arc<Shared>,
+pub struct CollectorLink {
+    shared: Arc<SharedLink>,
     threads: Vec<JoinHandle<()>>,
     owner: Origin,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct SharedLink {
     /// For its end.
     socket: Arc<Stream>,
     /// The same, which one thread at a time sends on.
     sends: Mutex<Arc<Stream>>,
-    state: Mutex<State>,
+    state: Mutex<LinkState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct LinkState {
     orders: VecDeque<String>,
     /// The trainer has ended in order.
     has_ended: bool,
@@ -104,7 +104,7 @@ struct State {
     listens: bool,
 }
 
-impl Worker {
+impl CollectorLink {
     /// Connects, and waits until the trainer lets this worker in. While nothing answers, or the
     /// place is not open yet, it tries again, until the patience is over.
     ///
@@ -115,7 +115,10 @@ impl Worker {
     /// [`NetError::Unreachable`] when the patience is over, or the trainer is gone, [`NetError::Hello`] for a wrong secret,
     /// [`NetError::NotAdmitted`] with the trainer's reason, and those of an address that may not be
     /// connected to.
-    pub fn join(joining: &Joining, gone: impl FnOnce(String) + Send + 'static) -> Result<Joined> {
+    pub fn join(
+        joining: &JoinOptions,
+        gone: impl FnOnce(String) + Send + 'static,
+    ) -> Result<JoinedWorker> {
         let until = Instant::now() + joining.patience;
         let mut waiting = String::new();
         let (mut link, mut frames, worker, bytes) = loop {
@@ -129,11 +132,14 @@ impl Worker {
                     return Err(NetError::NotAdmitted { address, reason }.into());
                 }
                 Ok(ToWorker::Order { .. } | ToWorker::Ping) => {
-                    return Err(ended(joining, Gone::Closed));
+                    return Err(ended(joining, LinkError::Closed));
                 }
                 // The trainer may be ending, or have too many connections.
                 Err(
-                    gone @ (Gone::Closed | Gone::HostSilent | Gone::Silent(_) | Gone::Failed(_)),
+                    gone @ (LinkError::Closed
+                    | LinkError::HostSilent
+                    | LinkError::Silent(_)
+                    | LinkError::Failed(_)),
                 ) if !over => gone.to_string(),
                 Err(gone) => return Err(ended(joining, gone)),
             };
@@ -156,20 +162,20 @@ impl Worker {
                 gone(reason);
             }
         })?;
-        Ok(Joined {
+        Ok(JoinedWorker {
             link,
             worker,
             settings,
         })
     }
 
-    fn connect(joining: &Joining, until: Instant) -> Result<(Self, Frames)> {
+    fn connect(joining: &JoinOptions, until: Instant) -> Result<(Self, FrameReader)> {
         let socket = Arc::new(connect(joining, until)?);
         // A trainer that does not get to run lets in a worker that it has heard, also if that has closed
         // its connection meanwhile. So this one waits for its answer as long as it may.
         let left = until.saturating_duration_since(Instant::now());
-        let frames = Frames::new(socket.clone(), left.max(ASKS));
-        let shared = Arc::new(Shared {
+        let frames = FrameReader::new(socket.clone(), left.max(ASKS));
+        let shared = Arc::new(SharedLink {
             socket: socket.clone(),
             sends: Mutex::new(socket.clone()),
             state: Mutex::default(),
@@ -186,7 +192,7 @@ impl Worker {
     }
 
     /// Asks to be let in.
-    fn ask(&self, joining: &Joining, frames: &mut Frames) -> Result<ToWorker, Gone> {
+    fn ask(&self, joining: &JoinOptions, frames: &mut FrameReader) -> Result<ToWorker, LinkError> {
         let (worker, ticket) = (joining.worker, joining.ticket);
         write_message(&self.shared.sends(), &ToTrainer::Join { worker, ticket })?;
         next_message(frames)
@@ -225,7 +231,7 @@ impl Worker {
     pub fn send_part(&self, part: u64, columns: &[&[u8]]) -> Result<()> {
         let bytes = columns.iter().map(|column| column.len() as u64).sum();
         let sends = self.shared.sends();
-        let send = || -> Result<(), Gone> {
+        let send = || -> Result<(), LinkError> {
             write_message(&sends, &ToTrainer::Part { part, bytes })?;
             let mut columns = columns.iter();
             Ok(columns.try_for_each(|column| write_pieces(&sends, column))?)
@@ -248,7 +254,7 @@ impl Worker {
     }
 }
 
-impl Drop for Worker {
+impl Drop for CollectorLink {
     fn drop(&mut self) {
         if !self.owner.is_here() {
             // In a forked child the link is the parent's, and its threads do not exist.
@@ -263,8 +269,8 @@ impl Drop for Worker {
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl SharedLink {
+    fn lock(&self) -> MutexGuard<'_, LinkState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -326,13 +332,13 @@ impl Shared {
     }
 
     /// Takes the trainer's orders until the link ends; returns why it counts as gone.
-    fn listen(&self, frames: &mut Frames) -> Option<String> {
+    fn listen(&self, frames: &mut FrameReader) -> Option<String> {
         let why = loop {
             match next_message(frames) {
                 Ok(ToWorker::Order { json }) => {
                     let mut state = self.lock();
                     if state.orders.len() >= MOST_ORDERS {
-                        break Gone::Flood;
+                        break LinkError::Flood;
                     }
                     state.orders.push_back(json);
                     drop(state);
@@ -371,10 +377,10 @@ impl Shared {
 }
 
 /// Why a worker did not join, if its link ended before.
-fn ended(joining: &Joining, gone: Gone) -> Error {
+fn ended(joining: &JoinOptions, gone: LinkError) -> Error {
     let address = joining.address.clone();
     match gone {
-        Gone::Closed => NetError::NoAnswer { address },
+        LinkError::Closed => NetError::NoAnswer { address },
         gone => NetError::Unreachable {
             address,
             reason: gone.to_string(),
@@ -384,16 +390,16 @@ fn ended(joining: &Joining, gone: Gone) -> Error {
 }
 
 /// Connects, and tries again while nothing answers.
-fn connect(joining: &Joining, until: Instant) -> Result<Stream> {
+fn connect(joining: &JoinOptions, until: Instant) -> Result<Stream> {
     let access = Access::with_token(None)
         .and_then(|access| access.carrying_code(joining.insecure_plaintext_code))
-        .and_then(|access| access.with_told_tls(Part::Worker, joining.tls.as_deref()))
+        .and_then(|access| access.with_told_tls(CertificateRole::Worker, joining.tls.as_deref()))
         .map_err(transport)?;
     let credentials = Credentials {
         key: Key::new(&joining.secret),
         tls: access.tls.clone(),
     };
-    let peer = Peer::Trainer(host_of(&joining.address));
+    let peer = TlsPeer::Trainer(host_of(&joining.address));
     let mut refused_since = None;
     loop {
         let mut reason = String::new();
@@ -410,7 +416,7 @@ fn connect(joining: &Joining, until: Instant) -> Result<Stream> {
                 address,
                 &credentials,
                 peer,
-                Role::Collector,
+                LinkRole::Collector,
                 Some(HANDSHAKE),
             ) {
                 Ok(socket) => return Ok(socket),
@@ -448,20 +454,20 @@ fn connect(joining: &Joining, until: Instant) -> Result<Stream> {
     }
 }
 
-fn next_message(frames: &mut Frames) -> Result<ToWorker, Gone> {
+fn next_message(frames: &mut FrameReader) -> Result<ToWorker, LinkError> {
     match frames.next()? {
-        (Kind::Control, payload) => Ok(ToWorker::decode(payload)?),
+        (FrameKind::Control, payload) => Ok(ToWorker::decode(payload)?),
         // Only settings come in pieces.
         (kind, _) => Err(FrameError::Kind { got: kind.code() }.into()),
     }
 }
 
 /// Reads what the trainer starts this worker with. It is trusted, as far as memory goes.
-fn read_settings(frames: &mut Frames, bytes: u64) -> Result<Vec<u8>, Gone> {
+fn read_settings(frames: &mut FrameReader, bytes: u64) -> Result<Vec<u8>, LinkError> {
     let mut settings = Vec::with_capacity(bytes.min(AT_ONCE) as usize);
     while (settings.len() as u64) < bytes {
         match frames.next()? {
-            (Kind::Piece, piece) => settings.extend_from_slice(piece),
+            (FrameKind::Piece, piece) => settings.extend_from_slice(piece),
             (kind, _) => return Err(FrameError::Kind { got: kind.code() }.into()),
         }
     }

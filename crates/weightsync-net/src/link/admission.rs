@@ -36,7 +36,7 @@ pub enum Doing {
 
 /// How many connections a listener keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
+pub struct ConnectionLimits {
     /// Those that have not proved themselves yet.
     pub unproved: usize,
     /// How many of them may be of one address.
@@ -47,7 +47,7 @@ pub struct Room {
     pub of_one: usize,
 }
 
-impl Room {
+impl ConnectionLimits {
     /// Room for so many strangers, and for any number of others.
     pub const STRANGERS: Self = Self {
         unproved: 256,
@@ -167,7 +167,7 @@ impl<T> Admitted<T> {
         &mut self,
         from: IpAddr,
         doing: Doing,
-        room: &Room,
+        room: &ConnectionLimits,
         handle: T,
     ) -> Result<(u64, Option<T>), Full> {
         let closes = self.closes(from, doing, room)?;
@@ -252,7 +252,12 @@ impl<T> Admitted<T> {
     }
 
     /// The connection that is closed for another one from here, if there are too many.
-    fn closes(&self, from: IpAddr, doing: Doing, room: &Room) -> Result<Option<u64>, Full> {
+    fn closes(
+        &self,
+        from: IpAddr,
+        doing: Doing,
+        room: &ConnectionLimits,
+    ) -> Result<Option<u64>, Full> {
         let is_stranger = doing == Doing::Unproved;
         if let Some(of_it) = self.of_each.get(&from) {
             let number_of = |doing| of_it.oldest(doing).map(|(_, number)| number);
@@ -343,10 +348,10 @@ mod tests {
     impl Crowd {
         /// The handle of the connection that is closed for this one.
         fn enter(&mut self, from: u16, doing: Doing, handle: usize) -> Result<Option<usize>, Full> {
-            let room = Room {
+            let room = ConnectionLimits {
                 unproved: 16,
                 unproved_of_one: 4,
-                ..Room::of(40)
+                ..ConnectionLimits::of(40)
             };
             let entered = self.0.enter(address(from), doing, &room, handle);
             entered.map(|(_, closed)| closed)

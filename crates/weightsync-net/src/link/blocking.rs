@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use super::stream::Stream;
 use super::{Credentials, HANDSHAKE, nonce};
 use crate::bulk::serve::keep_alive;
-use crate::tls::Peer;
-use crate::wire::hello::{Client, Next, Protocols, Role};
+use crate::tls::TlsPeer;
+use crate::wire::hello::{ClientHandshake, LinkRole, Next, Protocols};
 
 /// The longest timeout of a handshake: a longer one of the caller is for what follows.
 const LONGEST_HANDSHAKE: Duration = Duration::from_secs(3600);
@@ -24,8 +24,8 @@ const LONGEST_HANDSHAKE: Duration = Duration::from_secs(3600);
 pub(crate) fn dial(
     address: SocketAddr,
     credentials: &Credentials,
-    peer: Peer<'_>,
-    role: Role,
+    peer: TlsPeer<'_>,
+    role: LinkRole,
     timeout: Option<Duration>,
 ) -> io::Result<Stream> {
     let socket = match timeout {
@@ -41,8 +41,8 @@ pub(crate) fn dial(
 pub(crate) fn prove(
     socket: TcpStream,
     credentials: &Credentials,
-    peer: Peer<'_>,
-    role: Role,
+    peer: TlsPeer<'_>,
+    role: LinkRole,
     timeout: Option<Duration>,
 ) -> io::Result<Stream> {
     let until = Instant::now()
@@ -54,7 +54,7 @@ pub(crate) fn prove(
     let address = socket.peer_addr()?;
     let mut socket = credentials.dialled_blocking(socket, address, peer, until)?;
     let key = credentials.key.clone();
-    let (mut client, hello) = Client::new(key, role, Protocols::OURS, nonce()?);
+    let (mut client, hello) = ClientHandshake::new(key, role, Protocols::OURS, nonce()?);
     socket.write_all(&hello)?;
     let mut wanted = crate::wire::hello::HELLO_BYTES;
     loop {
@@ -125,8 +125,11 @@ mod tests {
         });
         let begun = Instant::now();
         let credentials = Credentials::plain(&[1; 16]);
-        let (peer, limit) = (Peer::Sender(address.ip()), Some(Duration::from_millis(500)));
-        dial(address, &credentials, peer, Role::Bulk, limit).unwrap_err();
+        let (peer, limit) = (
+            TlsPeer::Sender(address.ip()),
+            Some(Duration::from_millis(500)),
+        );
+        dial(address, &credentials, peer, LinkRole::Bulk, limit).unwrap_err();
         let took = begun.elapsed();
         assert!(took < 2 * HANDSHAKE, "{took:?}");
         trickle.join().unwrap();

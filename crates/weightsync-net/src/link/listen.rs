@@ -10,10 +10,10 @@ use tokio::net::TcpListener;
 use tokio::task::{AbortHandle, JoinSet};
 use weightsync_engine::log_limiter::{self, LogLimiter};
 
-use super::admission::{Admitted, Answers, Doing, Room};
+use super::admission::{Admitted, Answers, ConnectionLimits, Doing};
 use super::stream::AsyncStream;
 use super::{Credentials, GreetError, greet};
-use crate::wire::hello::{HelloError, Role};
+use crate::wire::hello::{HelloError, LinkRole};
 
 /// A pause when the system has no descriptor for another connection.
 const BREATHE: Duration = Duration::from_millis(50);
@@ -25,7 +25,7 @@ pub(crate) async fn accept_all(
     credentials: Credentials,
     busy: impl Fn() -> bool + Send + Sync + 'static,
     failed: impl Fn(&io::Error) + Send + Sync + 'static,
-    take: impl Fn(AsyncStream, SocketAddr, Role) + Send + Sync + 'static,
+    take: impl Fn(AsyncStream, SocketAddr, LinkRole) + Send + Sync + 'static,
 ) {
     let answers = Arc::new(Mutex::new(Answers::default()));
     let log_limiter = Arc::new(Mutex::new(LogLimiter::default()));
@@ -72,7 +72,12 @@ pub(crate) async fn accept_all(
             }
         });
         strangers.retain(|stranger| !stranger.is_finished());
-        let entered = strangers.enter(from.ip(), Doing::Unproved, &Room::STRANGERS, stranger);
+        let entered = strangers.enter(
+            from.ip(),
+            Doing::Unproved,
+            &ConnectionLimits::STRANGERS,
+            stranger,
+        );
         if let Ok((_, Some(oldest))) = entered {
             // Silent connections must not keep honest ones out.
             oldest.abort();

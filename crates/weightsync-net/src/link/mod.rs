@@ -31,10 +31,11 @@ use weightsync_mem::HostAnswers;
 
 pub(crate) use self::secure::Credentials;
 pub use self::stream::AsyncStream;
-use crate::tls::{Asks, Peer};
-use crate::wire::frame::{self, Decoder, FrameError, Kind};
+use crate::tls::{ClientAuth, TlsPeer};
+use crate::wire::frame::{self, Decoder, FrameError, FrameKind};
 use crate::wire::hello::{
-    Agreed, Client, HELLO_BYTES, HelloError, NONCE_BYTES, Next, Protocols, Role, Server, TurnsAway,
+    Agreed, ClientHandshake, HELLO_BYTES, HelloError, LinkRole, NONCE_BYTES, Next, Protocols,
+    ServerHandshake, TurnsAway,
 };
 use crate::wire::message::{FromRoot, Message, MessageError, ToRoot};
 
@@ -263,7 +264,7 @@ async fn read_all<In: ControlMessage, E>(
     event: &(impl Fn(Result<In, LinkEnd>) -> E + Sync),
     sign: &AtomicBool,
 ) -> Option<LinkEnd> {
-    let mut decoder = Decoder::new(&[Kind::Control]);
+    let mut decoder = Decoder::new(&[FrameKind::Control]);
     let mut buffer = vec![0; 64 << 10];
     let mut silent = Duration::ZERO;
     // A sign is expected, and all that came before has been read.
@@ -356,8 +357,8 @@ async fn write_all<Out: ControlMessage>(
 pub(crate) async fn dial(
     address: SocketAddr,
     credentials: &Credentials,
-    peer: Peer<'_>,
-    role: Role,
+    peer: TlsPeer<'_>,
+    role: LinkRole,
 ) -> Result<AsyncStream, DialError> {
     let connected = timeout(HANDSHAKE, TcpStream::connect(address)).await;
     let socket = connected.map_err(|_| DialError::Silent)??;
@@ -369,7 +370,7 @@ pub(crate) async fn dial(
     .await;
     let mut socket = secured.map_err(|_| DialError::Unanswered)??;
     let key = credentials.key.clone();
-    let (mut client, hello) = Client::new(key, role, Protocols::OURS, nonce()?);
+    let (mut client, hello) = ClientHandshake::new(key, role, Protocols::OURS, nonce()?);
     let shake = async {
         socket.write_all(&hello).await?;
         let mut wanted = HELLO_BYTES;
@@ -450,7 +451,7 @@ pub(crate) async fn greet(
 ) -> Result<(AsyncStream, Agreed), GreetError> {
     let until = tokio::time::Instant::now() + HANDSHAKE;
     let tls = credentials.tls.as_ref();
-    let secured = AsyncStream::accept(socket, tls, from, Asks::Certificate);
+    let secured = AsyncStream::accept(socket, tls, from, ClientAuth::Certificate);
     let secured = timeout_at(until, secured).await;
     let (mut socket, is_plain) = secured.map_err(|_| GreetError::Slow)??;
     let turns_away = match (is_plain, busy) {
@@ -460,7 +461,7 @@ pub(crate) async fn greet(
     };
     let shake = async {
         let key = credentials.key.clone();
-        let mut server = Server::new(key, Protocols::OURS, turns_away, nonce()?);
+        let mut server = ServerHandshake::new(key, Protocols::OURS, turns_away, nonce()?);
         let mut wanted = HELLO_BYTES;
         loop {
             let mut bytes = vec![0; wanted];

@@ -8,8 +8,8 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::stream::{AsyncStream, Stream};
 use crate::access::Key;
-use crate::tls::session::{self, Handshake, Incoming, OF_MESSAGES, Session};
-use crate::tls::{Asks, Peer, Tls};
+use crate::tls::session::{self, Handshake, IncomingBytes, OF_MESSAGES, TlsSession};
+use crate::tls::{ClientAuth, Tls, TlsPeer};
 use crate::wire::hello::HelloError;
 
 /// How a client's first record of TLS begins.
@@ -41,13 +41,13 @@ impl Credentials {
         &self,
         socket: TcpStream,
         address: SocketAddr,
-        peer: Peer<'_>,
+        peer: TlsPeer<'_>,
         until: Instant,
     ) -> io::Result<Stream> {
         let Some(tls) = self.tls.as_ref().filter(|tls| tls.covers(address)) else {
             return Ok(Stream::plain(socket));
         };
-        let (mut session, mut incoming) = (tls.dial(peer)?, Incoming::default());
+        let (mut session, mut incoming) = (tls.dial(peer)?, IncomingBytes::default());
         loop {
             let state = session.shake(&mut incoming);
             let outgoing = std::mem::take(session.outgoing());
@@ -83,7 +83,7 @@ impl AsyncStream {
         mut socket: tokio::net::TcpStream,
         tls: Option<&Tls>,
         address: SocketAddr,
-        peer: Peer<'_>,
+        peer: TlsPeer<'_>,
     ) -> io::Result<Self> {
         let Some(tls) = tls.filter(|tls| tls.covers(address)) else {
             return Ok(Self::plain(socket));
@@ -105,7 +105,7 @@ impl AsyncStream {
         mut socket: tokio::net::TcpStream,
         tls: Option<&Tls>,
         from: SocketAddr,
-        asks: Asks,
+        asks: ClientAuth,
     ) -> io::Result<(Self, bool)> {
         let mut first = [0];
         let is_tls = socket.peek(&mut first).await? == 1 && first[0] == TLS_BEGINS;
@@ -136,9 +136,9 @@ impl AsyncStream {
 /// however many strangers there are.
 async fn shaken(
     socket: &mut tokio::net::TcpStream,
-    mut session: Session,
-) -> io::Result<(Session, Incoming)> {
-    let mut incoming = Incoming::default();
+    mut session: TlsSession,
+) -> io::Result<(TlsSession, IncomingBytes)> {
+    let mut incoming = IncomingBytes::default();
     loop {
         let computed = tokio::task::spawn_blocking(move || {
             let state = session.shake(&mut incoming);

@@ -11,8 +11,8 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use crate::tls::Part;
-use crate::tls::session::{self, AT_ONCE, Incoming, OF_MESSAGES, Session};
+use crate::tls::CertificateRole;
+use crate::tls::session::{self, AT_ONCE, IncomingBytes, OF_MESSAGES, TlsSession};
 
 /// Bytes that a call writes at most. It returns when all of them are with the system, so that a
 /// caller that looks at the time between calls does not look seldom.
@@ -22,18 +22,18 @@ const WRITTEN: usize = 64 << 10;
 #[derive(Debug)]
 pub(crate) struct Stream {
     socket: TcpStream,
-    tls: Option<Box<Tls>>,
+    tls: Option<Box<TlsStream>>,
 }
 
 /// Locks are taken in this order.
 #[derive(Debug)]
-struct Tls {
+struct TlsStream {
     /// Of the thread that reads.
-    incoming: Mutex<Incoming>,
+    incoming: Mutex<IncomingBytes>,
     /// Of the thread that writes: what it has taken out of the session.
     sending: Mutex<Vec<u8>>,
     /// Held for no wait.
-    session: Mutex<Session>,
+    session: Mutex<TlsSession>,
 }
 
 impl Stream {
@@ -43,8 +43,12 @@ impl Stream {
     }
 
     /// One whose handshake is done.
-    pub(crate) fn encrypted(socket: TcpStream, session: Session, incoming: Incoming) -> Self {
-        let tls = Tls {
+    pub(crate) fn encrypted(
+        socket: TcpStream,
+        session: TlsSession,
+        incoming: IncomingBytes,
+    ) -> Self {
+        let tls = TlsStream {
             incoming: Mutex::new(incoming),
             sending: Mutex::default(),
             session: Mutex::new(session),
@@ -90,7 +94,7 @@ impl Stream {
     }
 }
 
-impl Tls {
+impl TlsStream {
     /// Sends what the session has to send. The caller holds `sending` throughout, so that everything
     /// goes out in the order in which it was encrypted.
     fn send(&self, mut socket: &TcpStream, sending: &mut Vec<u8>) -> io::Result<()> {
@@ -199,8 +203,8 @@ pub struct AsyncStream {
 
 #[derive(Debug)]
 struct AsyncTls {
-    session: Session,
-    incoming: Incoming,
+    session: TlsSession,
+    incoming: IncomingBytes,
     /// How much of what the session has to send was sent.
     sent: usize,
     /// Bytes of the caller that were encrypted, and that the call has not returned for.
@@ -216,8 +220,8 @@ impl AsyncStream {
     /// One whose handshake is done.
     pub(crate) fn encrypted(
         socket: tokio::net::TcpStream,
-        session: Session,
-        incoming: Incoming,
+        session: TlsSession,
+        incoming: IncomingBytes,
     ) -> Self {
         let tls = AsyncTls {
             session,
@@ -237,7 +241,7 @@ impl AsyncStream {
     }
 
     /// What the peer is, by its certificate. `None` without one, and where nothing is encrypted.
-    pub fn part(&self) -> Option<Part> {
+    pub fn part(&self) -> Option<CertificateRole> {
         self.tls.as_ref()?.session.part()
     }
 

@@ -2,7 +2,7 @@ use weightsync_conformance::scale::longest;
 
 use super::*;
 use crate::relay::runtime;
-use crate::tls::{Part, Tls};
+use crate::tls::{CertificateRole, Tls};
 
 /// Two ends of a connection.
 async fn pair() -> (TcpStream, TcpStream) {
@@ -112,14 +112,14 @@ fn honest_process_joins_next_to_failing_strangers() {
     runtime.block_on(async {
         let [own, wrong] = [[1; 16], [2; 16]].map(|secret| Credentials::plain(&secret));
         let address = listen(&own).await;
-        let peer = Peer::Sender(address.ip());
+        let peer = TlsPeer::Sender(address.ip());
         let mut told = 0;
         for _ in 0..60 {
-            let failed = dial(address, &wrong, peer, Role::Control).await;
+            let failed = dial(address, &wrong, peer, LinkRole::Control).await;
             let failed = failed.unwrap_err();
             told += u32::from(matches!(failed, DialError::Hello(HelloError::TokenRefused)));
         }
-        dial(address, &own, peer, Role::Control).await.unwrap();
+        dial(address, &own, peer, LinkRole::Control).await.unwrap();
         assert_eq!(told, 20);
     });
 }
@@ -132,7 +132,7 @@ fn honest_process_joins_next_to_silent_strangers() {
     runtime("weightsync-test").unwrap().block_on(async {
         for (tls, first) in cases {
             let address = listen(&with(tls.map(|(trainer, _)| trainer))).await;
-            let peer = Peer::Sender(address.ip());
+            let peer = TlsPeer::Sender(address.ip());
             let mut silent = Vec::new();
             for _ in 0..300 {
                 let mut socket = TcpStream::connect(address).await.unwrap();
@@ -140,7 +140,7 @@ fn honest_process_joins_next_to_silent_strangers() {
                 silent.push(socket);
             }
             let own = with(tls.map(|(_, worker)| worker));
-            dial(address, &own, peer, Role::Control).await.unwrap();
+            dial(address, &own, peer, LinkRole::Control).await.unwrap();
             // Most of them have gone for others.
             let mut gone = 0;
             for mut socket in silent {
@@ -155,13 +155,13 @@ fn honest_process_joins_next_to_silent_strangers() {
 /// A folder of certificates for loopback, and those of two parts.
 fn certificates() -> (tempfile::TempDir, Tls, Tls) {
     let folder = tempfile::tempdir().unwrap();
-    let request = crate::tls::Request {
+    let request = crate::tls::CertificateRequest {
         out: folder.path().join("pki"),
         hosts: vec!["127.0.0.1".into()],
         days: 2,
     };
     crate::tls::make(&request).unwrap();
-    let [trainer, worker] = [Part::Trainer, Part::Worker].map(|part| {
+    let [trainer, worker] = [CertificateRole::Trainer, CertificateRole::Worker].map(|part| {
         let read = Tls::read(&request.out, part).unwrap();
         read.on_loopback()
     });
@@ -188,8 +188,8 @@ async fn encrypted(trainer: &Tls, worker: &Tls) -> (AsyncStream, AsyncStream) {
         |_| {},
         take,
     ));
-    let peer = Peer::Trainer("127.0.0.1");
-    let dialled = dial(address, &with(Some(worker)), peer, Role::Control).await;
+    let peer = TlsPeer::Trainer("127.0.0.1");
+    let dialled = dial(address, &with(Some(worker)), peer, LinkRole::Control).await;
     (accepted.recv().await.unwrap(), dialled.unwrap())
 }
 
@@ -239,7 +239,9 @@ fn ends_with_and_without_certificates_say_what_to_do() {
         std::fs::write(&path, text.concat()).unwrap();
         std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600))
             .unwrap();
-        Tls::read(path, Part::Worker).unwrap().on_loopback()
+        Tls::read(path, CertificateRole::Worker)
+            .unwrap()
+            .on_loopback()
     };
     let cases = [
         (
@@ -276,8 +278,8 @@ fn ends_with_and_without_certificates_say_what_to_do() {
                 let accepted = listener.accept().await.unwrap();
                 greet(accepted, &server, false, || true).await.unwrap_err()
             };
-            let (client, peer) = (with(client), Peer::Trainer("127.0.0.1"));
-            let (at, error) = tokio::join!(serves, dial(address, &client, peer, Role::Control));
+            let (client, peer) = (with(client), TlsPeer::Trainer("127.0.0.1"));
+            let (at, error) = tokio::join!(serves, dial(address, &client, peer, LinkRole::Control));
             let error = error.unwrap_err().to_string();
             assert!(error.contains(at_client), "{error}");
             assert!(at.to_string().contains(at_server), "{at}");
@@ -303,8 +305,14 @@ fn encrypted_stream_reads_and_writes_in_two_threads() {
         ));
         (address, accepted)
     });
-    let (peer, limit) = (Peer::Trainer("127.0.0.1"), Some(longest()));
-    let one = blocking::dial(address, &with(Some(&worker)), peer, Role::Collector, limit);
+    let (peer, limit) = (TlsPeer::Trainer("127.0.0.1"), Some(longest()));
+    let one = blocking::dial(
+        address,
+        &with(Some(&worker)),
+        peer,
+        LinkRole::Collector,
+        limit,
+    );
     let (one, other) = (one.unwrap(), accepted.recv().unwrap().unwrap());
     let bytes: Vec<u8> = (0..3_000_000_u32).map(|at| (at / 3) as u8).collect();
     std::thread::scope(|scope| {

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use weightsync_engine::Result;
 use weightsync_engine::transport::{Handoff, ReceiverTransport};
 
-use super::route::{Found, Route};
-use super::{Shared, State};
+use super::route::{FoundSegment, Route};
+use super::{ReceiverState, SharedReceiver};
 
 /// The pause before the first look for a relay; later pauses are longer. Until the worker moves,
 /// its host fetches everything twice.
@@ -29,9 +29,9 @@ const LONGEST: Duration = Duration::from_secs(8);
 /// How long a relay may take to show a worker that would leave or come that it gets to run.
 const SIGN: Duration = Duration::from_millis(300);
 
-impl Shared {
+impl SharedReceiver {
     /// Starts looking for a relay, unless a thread already does.
-    pub(super) fn look_out(shared: &Arc<Self>, state: &mut State) {
+    pub(super) fn look_out(shared: &Arc<Self>, state: &mut ReceiverState) {
         if state.looks.is_some() || !shared.route.wants_a_relay() {
             return;
         }
@@ -55,7 +55,7 @@ impl Shared {
 
     fn start_looking(
         shared: &Arc<Self>,
-        state: &mut State,
+        state: &mut ReceiverState,
         work: impl FnOnce(&Arc<Self>) + Send + 'static,
     ) {
         let own = shared.clone();
@@ -134,7 +134,7 @@ impl Shared {
     /// is returned. Returns whether it has moved, or `None` if the worker leaves.
     fn moves(
         shared: &Arc<Self>,
-        find: impl FnOnce(&Found, &Handoff) -> Result<Option<Found>>,
+        find: impl FnOnce(&FoundSegment, &Handoff) -> Result<Option<FoundSegment>>,
     ) -> Option<bool> {
         let old = shared.take_between_calls()?;
         let handoff = old.attached.handoff();
@@ -173,7 +173,7 @@ impl Shared {
     }
 
     /// Takes the segment once no call uses it; `None` if the worker leaves.
-    fn take_between_calls(&self) -> Option<Found> {
+    fn take_between_calls(&self) -> Option<FoundSegment> {
         let mut state = self.state();
         state.moving = true;
         if let Some(interrupter) = &state.interrupter {
@@ -208,9 +208,9 @@ impl Shared {
 
     fn wait_for_a_change<'a>(
         &self,
-        state: MutexGuard<'a, State>,
+        state: MutexGuard<'a, ReceiverState>,
         most: Duration,
-    ) -> MutexGuard<'a, State> {
+    ) -> MutexGuard<'a, ReceiverState> {
         let waited = self.changed.wait_timeout(state, most);
         waited.unwrap_or_else(PoisonError::into_inner).0
     }

@@ -9,12 +9,12 @@ use weightsync_engine::transport::{
     Attached, Deadline, Endpoint, Handoff, Joining, ReceiverTransport, SILENT_SENDER, interrupt,
 };
 use weightsync_engine::{Error, Result, Run};
-use weightsync_mem::{AttachOptions, Origin, Reader};
+use weightsync_mem::{AttachOptions, Origin, SegmentReader};
 
 use crate::access::Access;
 use crate::error::{NetError, transport};
-use crate::relay::local::{self, Owner};
-use crate::relay::{Agent, AgentAddress, AgentOptions, Patience, Reach, StartError, left};
+use crate::relay::local::{self, NameOwner};
+use crate::relay::{Agent, AgentAddress, AgentOptions, Patience, StartError, Unreached, left};
 use crate::scheme::{Distributed, Share, Unfinished};
 
 /// How long one attempt to reach the sender may take.
@@ -64,7 +64,7 @@ pub(super) struct Route {
 
 /// The segment that a route leads to.
 #[derive(Debug)]
-pub(super) struct Found {
+pub(super) struct FoundSegment {
     // Dropped first: the worker leaves its segment before its agent leaves the sender.
     pub(super) attached: Attached,
     /// The name at which it was found. Each segment has one of its own.
@@ -73,7 +73,7 @@ pub(super) struct Found {
     agent: Option<Agent>,
 }
 
-impl Found {
+impl FoundSegment {
     /// Whether the segment belongs to a relay of this host.
     pub(super) fn is_a_relays(&self) -> bool {
         self.agent.is_none() && self.attached.reader().is_relayed()
@@ -103,9 +103,9 @@ impl Found {
 
 /// The result of one search.
 enum SearchResult {
-    Found(Box<Found>),
+    Found(Box<FoundSegment>),
     /// With the reason why the sender could not be reached, if this look dialled it.
-    Nothing(Reach, Option<String>),
+    Nothing(Unreached, Option<String>),
 }
 
 impl Route {
@@ -125,7 +125,7 @@ impl Route {
 
     /// Attaches to the trainer's segment if it is on this host, or to that of the host's relay, or
     /// fetches for itself.
-    pub(super) fn find(&self, handoff: &Handoff, deadline: Deadline) -> Result<Found> {
+    pub(super) fn find(&self, handoff: &Handoff, deadline: Deadline) -> Result<FoundSegment> {
         let since = Instant::now();
         let mut looks = 0;
         let mut last = None;
@@ -166,7 +166,7 @@ impl Route {
         handoff: &Handoff,
         closed: &AtomicBool,
         waits: Waits,
-    ) -> Result<Option<Found>> {
+    ) -> Result<Option<FoundSegment>> {
         let (mut looks, mut refusals) = (0, 0);
         // Since when the sender's address accepts connections without answering.
         let mut silent: Option<Instant> = None;
@@ -198,19 +198,19 @@ impl Route {
                             &format!("no route to the sender now: {hindrance}"),
                         );
                     }
-                    Reach::Unknown
+                    Unreached::Unknown
                 }
             };
             refusals = match reach {
-                Reach::Refused => refusals + 1,
+                Unreached::Refused => refusals + 1,
                 _ => 0,
             };
             silent = match reach {
-                Reach::Unanswered => silent.or_else(|| Some(Instant::now())),
+                Unreached::Unanswered => silent.or_else(|| Some(Instant::now())),
                 // A silent sender's queue of connections may be full by now, so that attempts time
                 // out.
-                Reach::Unknown => silent,
-                Reach::Refused => None,
+                Unreached::Unknown => silent,
+                Unreached::Refused => None,
             };
             let given_up = silent.is_some_and(|since| since.elapsed() >= waits.silent);
             if refusals >= REFUSALS || given_up {
@@ -256,7 +256,8 @@ impl Route {
 
     /// A relay of this host that answers within this time. One that is stopped takes no time of the next.
     pub(super) fn answering_relay(&self, within: Duration) -> Option<String> {
-        let mut relays = local::names(self.at.secret(), self.at.address(), Owner::Host).into_iter();
+        let mut relays =
+            local::names(self.at.secret(), self.at.address(), NameOwner::Host).into_iter();
         relays.find(|name| Self::answers(name, within))
     }
 
@@ -267,14 +268,18 @@ impl Route {
     }
 
     /// Attaches to an agent of the worker's own.
-    pub(super) fn attach_to(&self, agent: Agent, handoff: &Handoff) -> Result<Found> {
+    pub(super) fn attach_to(&self, agent: Agent, handoff: &Handoff) -> Result<FoundSegment> {
         let found = self.attach(&agent.address, handoff, Instant::now() + ANSWER)?;
         let agent = Some(agent);
-        Ok(Found { agent, ..found })
+        Ok(FoundSegment { agent, ..found })
     }
 
     /// Attaches to the segment of the relay with this name, if it answers.
-    pub(super) fn attach_to_relay(&self, name: &str, handoff: &Handoff) -> Result<Option<Found>> {
+    pub(super) fn attach_to_relay(
+        &self,
+        name: &str,
+        handoff: &Handoff,
+    ) -> Result<Option<FoundSegment>> {
         match self.attach(name, handoff, Instant::now() + ANSWER) {
             Ok(found) => Ok(Some(found)),
             Err(Error::NoSender { .. }) => Ok(None),
@@ -314,10 +319,10 @@ impl Route {
                     Err(error) => return Err(error),
                 }
             }
-            let is_trainer = silent.iter().any(|(owner, _)| *owner == Owner::Sender);
+            let is_trainer = silent.iter().any(|(owner, _)| *owner == NameOwner::Sender);
             let is_over = until.is_some_and(|at| Instant::now() >= at) || !goes_on();
             if is_over && is_trainer {
-                return Ok(SearchResult::Nothing(Reach::Unknown, None));
+                return Ok(SearchResult::Nothing(Unreached::Unknown, None));
             }
             if silent.is_empty() || is_over || !is_trainer && Instant::now() >= settles {
                 // A worker that joins meanwhile through another name is noticed before this one
@@ -347,19 +352,22 @@ impl Route {
         match self.attach(&agent.address, handoff, until) {
             Ok(found) => {
                 let agent = Some(agent);
-                Ok(SearchResult::Found(Box::new(Found { agent, ..found })))
+                Ok(SearchResult::Found(Box::new(FoundSegment {
+                    agent,
+                    ..found
+                })))
             }
             // The sender ended in between, or its answer takes long.
             Err(Error::NoSender { .. }) => {
                 self.keep(agent);
-                Ok(SearchResult::Nothing(Reach::Unknown, None))
+                Ok(SearchResult::Nothing(Unreached::Unknown, None))
             }
             Err(error) => Err(error),
         }
     }
 
     /// The names at which this worker looks for a segment, in order.
-    fn names(&self) -> Vec<(Owner, String)> {
+    fn names(&self) -> Vec<(NameOwner, String)> {
         let names = |owner| {
             let names = local::names(self.at.secret(), self.at.address(), owner);
             names
@@ -369,16 +377,16 @@ impl Route {
         };
         match self.scheme.share {
             Share::All => {
-                let mut all = names(Owner::Sender);
-                all.extend(names(Owner::Host));
+                let mut all = names(NameOwner::Sender);
+                all.extend(names(NameOwner::Host));
                 all
             }
-            Share::Relay => names(Owner::Host),
+            Share::Relay => names(NameOwner::Host),
             Share::Nothing => Vec::new(),
         }
     }
 
-    fn attach(&self, name: &str, handoff: &Handoff, until: Instant) -> Result<Found> {
+    fn attach(&self, name: &str, handoff: &Handoff, until: Instant) -> Result<FoundSegment> {
         let options = AttachOptions {
             address: name.into(),
             secret: *self.at.secret(),
@@ -391,8 +399,8 @@ impl Route {
             instance: self.instance,
             resume: handoff.resume(),
         };
-        let reader = Reader::attach(&options, Some(until))?;
-        Ok(Found {
+        let reader = SegmentReader::attach(&options, Some(until))?;
+        Ok(FoundSegment {
             attached: Attached::new(reader, &self.joining, self.scheme.own_copy)?,
             name: name.into(),
             agent: None,
@@ -405,7 +413,7 @@ impl Route {
         nearer: Vec<String>,
         patience: Patience,
         goes_on: impl FnMut() -> bool,
-    ) -> Result<std::result::Result<Agent, (Reach, Option<String>)>> {
+    ) -> Result<std::result::Result<Agent, (Unreached, Option<String>)>> {
         let [high, low] = [random()?, random()?];
         let address = || self.at.address().to_owned();
         let access = self.scheme.access_to_dial()?;
@@ -425,7 +433,7 @@ impl Route {
             Ok(agent) => Ok(Ok(agent)),
             Err(StartError::Unreachable(reach, reason)) => Ok(Err((reach, Some(reason)))),
             // The segment on this host appeared after this worker had looked.
-            Err(StartError::Nearer) => Ok(Err((Reach::Unknown, None))),
+            Err(StartError::Nearer) => Ok(Err((Unreached::Unknown, None))),
             Err(error) => Err(error.into_error(address())),
         }
     }

@@ -20,7 +20,7 @@ use weightsync_engine::{
 };
 
 use super::*;
-use crate::relay::local::{self, Owner};
+use crate::relay::local::{self, NameOwner};
 use crate::relay::tests::{Seen, drones, long_welcome, relay, trainer};
 use crate::scheme::Share;
 use crate::status;
@@ -92,7 +92,7 @@ fn interrupt_ends_a_wait_while_the_segment_changes() {
         interrupter.interrupt();
         let mut found = receiver.shared.route.find(&handoff, deadline()).unwrap();
         found.attached.take_over(handoff).unwrap();
-        Shared::take_in(&receiver.shared, found);
+        SharedReceiver::take_in(&receiver.shared, found);
         let begun = Instant::now();
         // The new segment may have the version for it before this wait begins.
         while receiver.next(deadline()).unwrap().is_some() {}
@@ -117,7 +117,7 @@ fn child_of_a_worker_ends_only_with_the_worker() {
     running.join().unwrap();
     let until = Instant::now() + longest();
     loop {
-        Shared::notice(&shared);
+        SharedReceiver::notice(&shared);
         let state = shared.state();
         let found = state.found.as_ref().expect("it is the worker's to end");
         if found.has_lost_its_relay() {
@@ -127,7 +127,7 @@ fn child_of_a_worker_ends_only_with_the_worker() {
         drop(state);
         thread::sleep(Duration::from_millis(1));
     }
-    Shared::notice(&shared);
+    SharedReceiver::notice(&shared);
     assert!(shared.state().found.is_some());
 }
 
@@ -178,7 +178,7 @@ fn a_worker_that_came_first_goes_to_its_hosts_relay() {
 /// The names of this host's relays.
 fn relay_names(info: &InitInfo) -> Vec<String> {
     let at = info.endpoint();
-    local::names(at.secret(), at.address(), Owner::Host)
+    local::names(at.secret(), at.address(), NameOwner::Host)
 }
 
 /// A socket with this name, which does not listen yet.
@@ -201,7 +201,7 @@ fn first_words(stopped: &OwnedFd) -> Vec<Vec<u8>> {
     words.collect()
 }
 
-fn until_at_a_relay(shared: &Shared) -> Arc<str> {
+fn until_at_a_relay(shared: &SharedReceiver) -> Arc<str> {
     let until = Instant::now() + longest();
     loop {
         let state = shared.state();
@@ -254,7 +254,10 @@ fn worker_leaves_no_relay_but_the_silent_one() {
     let _taken = taken_name(&silent);
     let (stop, running) = relay(&info);
     assert_ne!(until_at_a_relay(&receiver.shared), silent);
-    assert!(!Shared::leave_a_silent_relay(&receiver.shared, &silent));
+    assert!(!SharedReceiver::leave_a_silent_relay(
+        &receiver.shared,
+        &silent
+    ));
     until_at_a_relay(&receiver.shared);
     drop(receiver);
     stop.stop();
@@ -474,7 +477,7 @@ fn a_sender_that_answers_nobody_is_dead_after_a_while() {
         silent: Duration::from_secs(3),
         ..Waits::default()
     };
-    let Shared { route, run, .. } = &*receiver.shared;
+    let SharedReceiver { route, run, .. } = &*receiver.shared;
     let found = route.find_again(*run, &Handoff::default(), &closed, waits);
     assert!(matches!(found, Err(Error::SenderDied { .. })), "{found:?}");
     assert!(begun.elapsed() >= waits.silent, "{:?}", begun.elapsed());
@@ -486,7 +489,7 @@ fn worker_waits_for_a_local_trainer_without_dialling() {
     let (_other, info) = trainer();
     let secret = [6; 16];
     let (_runtime, root, seen) = drones("127.0.0.1:0", &secret, long_welcome());
-    let names = local::names(&secret, &root, Owner::Sender);
+    let names = local::names(&secret, &root, NameOwner::Sender);
     let at = Endpoint::new(root, secret, false).unwrap();
     let route = Route::new(&Distributed::new(), &at, &joining(&info)).unwrap();
     let _silent = weightsync_mem::Listener::at(&names[0]).unwrap();
@@ -534,7 +537,7 @@ fn worker_finds_its_trainer_by_each_name() {
     let setup = setup.scheme(Distributed::new()).unwrap();
     let info = setup.init_info();
     let at = info.endpoint();
-    let names = local::names(at.secret(), at.address(), Owner::Sender);
+    let names = local::names(at.secret(), at.address(), NameOwner::Sender);
     let _silent = weightsync_mem::Listener::at(&names[0]).unwrap();
     let _sender = setup
         .connect(&weights(), Expect::Count(0), Some(longest()))
@@ -634,10 +637,10 @@ fn impostor_at_the_address_does_not_end_a_background() {
 fn a_call_says_why_there_is_no_other_way() {
     let (_sender, info) = trainer();
     let mut receiver = worker(&info);
-    receiver.shared.state().ended = Some(Ended::Hindered("no room".into()));
+    receiver.shared.state().ended = Some(SearchEnd::Hindered("no room".into()));
     let error = receiver.next(Some(Instant::now() + longest())).unwrap_err();
     assert!(error.to_string().contains("no room"), "{error}");
-    receiver.shared.state().ended = Some(Ended::Died);
+    receiver.shared.state().ended = Some(SearchEnd::Died);
     let error = receiver.next(Some(Instant::now() + longest())).unwrap_err();
     assert!(matches!(error, Error::SenderDied { .. }), "{error}");
 }

@@ -33,14 +33,14 @@ use weightsync_core::Run;
 use weightsync_core::digest::Digest;
 use weightsync_engine::log_limiter::{self, LogLimiter};
 use weightsync_mem::protocol::MAX_SLOTS;
-use weightsync_mem::{self as mem, Ending, Listener, Relay, SegmentOptions, WaitStyle};
+use weightsync_mem::{self as mem, Ending, Listener, RelaySegment, SegmentOptions, WaitStyle};
 
 use self::fetching::{Fetched, Fetches};
 use self::joining::Members;
-use super::join::Joined;
-use super::plan::{Item, Plan};
+use super::join::JoinedAgent;
+use super::plan::{Item, RelayPlan};
 use super::{AgentOptions, StartError};
-use crate::bulk::{Connections, Served, Store, Threads};
+use crate::bulk::{BlockStore, Connections, ServeEvent, Threads};
 use crate::link::{Credentials, Link, LinkEnd, STARVED};
 use crate::wire::message::{FromRoot, ToRoot};
 
@@ -51,18 +51,18 @@ const RUNS: Duration = Duration::from_secs(1);
 const LINGER: Duration = Duration::from_secs(5);
 
 /// What a driver reacts to.
-pub(crate) enum Event {
+pub(crate) enum DriverEvent {
     /// A message of the sender, or the end of a link to it.
     Root {
         number: u64,
         what: Result<FromRoot, LinkEnd>,
     },
     /// Events of this host's workers.
-    Local(Vec<mem::Event>),
+    Local(Vec<mem::WorkerEvent>),
     /// A fetch has ended.
     Fetched(Fetched),
     /// Something was served to a relay below.
-    Served(Served),
+    Served(ServeEvent),
     /// The digest of a version was computed, or that was given up.
     Scrubbed { item: Item, digest: Option<Digest> },
     /// The agent is to leave.
@@ -81,17 +81,17 @@ pub(crate) struct Driver {
     links: u64,
     /// The link on which the sender was silent, until the sender knows the workers on the new one.
     before: Option<(u64, Link<ToRoot>)>,
-    events: mpsc::Sender<Event>,
-    relay: Arc<Relay>,
+    events: mpsc::Sender<DriverEvent>,
+    relay: Arc<RelaySegment>,
     /// The thread that watches the workers of this host.
     watch: Option<std::thread::JoinHandle<()>>,
-    plan: Plan,
+    plan: RelayPlan,
     members: Members,
     fetches: Fetches,
     /// The versions whose digests are wanted; the first is being computed.
     scrubs: VecDeque<Item>,
     log_limiter: LogLimiter,
-    store: Arc<Store>,
+    store: Arc<BlockStore>,
     threads: Arc<Threads>,
     connections: Arc<Connections>,
     /// Where it serves relays below, if it does.
@@ -107,11 +107,11 @@ impl Driver {
     pub(super) fn start(
         options: &AgentOptions,
         credentials: Credentials,
-        joined: Joined,
+        joined: JoinedAgent,
         listener: Listener,
-        events: mpsc::Sender<Event>,
+        events: mpsc::Sender<DriverEvent>,
     ) -> Result<Self, StartError> {
-        let Joined {
+        let JoinedAgent {
             link,
             root,
             welcome,
@@ -120,7 +120,7 @@ impl Driver {
         } = joined;
         let (run, agent) = (welcome.run, welcome.agent);
         let (sender, segment) = ((run, welcome.pid), segment(welcome.slots));
-        let relay = Relay::create(listener, options.secret, sender, &models, segment)
+        let relay = RelaySegment::create(listener, options.secret, sender, &models, segment)
             .map_err(StartError::Memory)?;
         let relay = Arc::new(relay);
         let watch = watch(&relay, &events).map_err(StartError::os("starting the relay's watch"))?;
@@ -142,12 +142,12 @@ impl Driver {
             events,
             relay,
             watch: Some(watch),
-            plan: Plan::new(),
+            plan: RelayPlan::new(),
             members: Members::default(),
             fetches: Fetches::new(),
             scrubs: VecDeque::new(),
             log_limiter: LogLimiter::default(),
-            store: Arc::new(Store::of_relay()),
+            store: Arc::new(BlockStore::of_relay()),
             threads: Arc::default(),
             connections: Arc::new(connections),
             serves: None,
@@ -169,7 +169,7 @@ impl Driver {
     }
 
     /// Runs until the sender ends or the agent is to leave.
-    pub(super) async fn run(mut self, mut inbox: mpsc::Receiver<Event>) -> Ending {
+    pub(super) async fn run(mut self, mut inbox: mpsc::Receiver<DriverEvent>) -> Ending {
         let ending = loop {
             if let Some(closes) = self.closes
                 && (!self.plan.is_pending() || Instant::now() >= closes)
@@ -180,16 +180,16 @@ impl Driver {
             let due = [self.fetches_due(), self.closes];
             let due = due.into_iter().flatten().fold(since + RUNS, Instant::min);
             let event = tokio::select! {
-                event = inbox.recv() => Some(event.unwrap_or(Event::Stop)),
+                event = inbox.recv() => Some(event.unwrap_or(DriverEvent::Stop)),
                 () = tokio::time::sleep_until(due) => None,
             };
             warn_of_a_standstill(since.elapsed());
             match event {
                 None => self.on_time(),
-                Some(Event::Stop) => break Ending::Moved,
+                Some(DriverEvent::Stop) => break Ending::Moved,
                 // Events of an earlier link.
-                Some(Event::Root { number, .. }) if !self.is_current(number) => {}
-                Some(Event::Root { what: Err(end), .. }) => {
+                Some(DriverEvent::Root { number, .. }) if !self.is_current(number) => {}
+                Some(DriverEvent::Root { what: Err(end), .. }) => {
                     let link = self.link.take();
                     // A sender that gets to run again would take a closed link for the death of
                     // this process.
@@ -207,16 +207,16 @@ impl Driver {
     }
 
     /// Handles an event that does not end the link.
-    fn handle(&mut self, event: Event) {
+    fn handle(&mut self, event: DriverEvent) {
         match event {
-            Event::Root {
+            DriverEvent::Root {
                 what: Ok(message), ..
             } => self.on_message(message),
-            Event::Local(events) => self.on_local(events),
-            Event::Fetched(fetched) => self.fetched(fetched),
-            Event::Served(served) => self.served(served),
-            Event::Scrubbed { item, digest } => self.scrubbed(item, digest),
-            Event::Root { what: Err(_), .. } | Event::Stop => {}
+            DriverEvent::Local(events) => self.on_local(events),
+            DriverEvent::Fetched(fetched) => self.fetched(fetched),
+            DriverEvent::Served(served) => self.served(served),
+            DriverEvent::Scrubbed { item, digest } => self.scrubbed(item, digest),
+            DriverEvent::Root { what: Err(_), .. } | DriverEvent::Stop => {}
         }
     }
 
@@ -224,7 +224,7 @@ impl Driver {
         self.link.as_ref().is_some_and(|(own, _)| *own == number)
     }
 
-    async fn end(mut self, ending: Ending, mut inbox: mpsc::Receiver<Event>) -> Ending {
+    async fn end(mut self, ending: Ending, mut inbox: mpsc::Receiver<DriverEvent>) -> Ending {
         self.relay.close(ending);
         self.store.close();
         self.fetches.under_way.clear();
@@ -243,7 +243,7 @@ impl Driver {
             tokio::select! {
                 biased;
                 Some(event) = inbox.recv() => {
-                    if let Event::Local(events) = event {
+                    if let DriverEvent::Local(events) = event {
                         self.on_local(events);
                     }
                 }
@@ -251,7 +251,7 @@ impl Driver {
             }
         }
         while let Ok(event) = inbox.try_recv() {
-            if let Event::Local(events) = event {
+            if let DriverEvent::Local(events) = event {
                 self.on_local(events);
             }
         }
@@ -294,8 +294,8 @@ fn warn_of_a_standstill(waited: Duration) {
 
 /// Watches the workers of this host.
 fn watch(
-    relay: &Arc<Relay>,
-    events: &mpsc::Sender<Event>,
+    relay: &Arc<RelaySegment>,
+    events: &mpsc::Sender<DriverEvent>,
 ) -> std::io::Result<std::thread::JoinHandle<()>> {
     let (relay, events) = (relay.clone(), events.clone());
     std::thread::Builder::new()
@@ -303,7 +303,7 @@ fn watch(
         .spawn(move || {
             // Ends when the segment is closed.
             while let Ok(local) = relay.wait(None) {
-                if !local.is_empty() && events.blocking_send(Event::Local(local)).is_err() {
+                if !local.is_empty() && events.blocking_send(DriverEvent::Local(local)).is_err() {
                     return;
                 }
             }

@@ -7,16 +7,16 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use weightsync_core::{Layout, Remedy, Run};
-use weightsync_mem::ModelSpec;
+use weightsync_mem::ModelDescription;
 
-use super::driver::Event;
-use super::{AgentOptions, Item, Patience, Reach, StartError};
+use super::driver::DriverEvent;
+use super::{AgentOptions, Item, Patience, StartError, Unreached};
 use crate::access::Access;
 use crate::address::host_of;
 use crate::link::stream::AsyncStream;
 use crate::link::{self, Credentials, DialError, Link, LinkEnd};
-use crate::tls::Peer;
-use crate::wire::hello::{HelloError, Role};
+use crate::tls::TlsPeer;
+use crate::wire::hello::{HelloError, LinkRole};
 use crate::wire::message::{FromRoot, ModelAssembler, RefusalRemedy, ToRoot, Welcome};
 
 /// How long a sender may take for the next part of its welcome. Even over a link of 1 Mbit/s a part
@@ -27,11 +27,11 @@ const NEXT: Duration = Duration::from_secs(10);
 type Messages = mpsc::Receiver<(u64, Result<FromRoot, LinkEnd>)>;
 
 /// What an agent has after it has joined.
-pub(crate) struct Joined {
+pub(crate) struct JoinedAgent {
     pub(crate) link: Link<ToRoot>,
     pub(crate) root: SocketAddr,
     pub(crate) welcome: Welcome,
-    pub(crate) models: Vec<ModelSpec>,
+    pub(crate) models: Vec<ModelDescription>,
     /// The listener for other hosts, if the agent serves any.
     pub(crate) bulk: Option<TcpListener>,
 }
@@ -47,9 +47,9 @@ pub(crate) struct Before {
 pub(crate) async fn join(
     options: &AgentOptions,
     credentials: &Credentials,
-    events: &mpsc::Sender<Event>,
+    events: &mpsc::Sender<DriverEvent>,
     patience: Patience,
-) -> Result<Joined, StartError> {
+) -> Result<JoinedAgent, StartError> {
     let Patience {
         dial: within,
         until,
@@ -57,7 +57,7 @@ pub(crate) async fn join(
     let dialled = tokio::time::timeout(within, dial(&options.root, credentials)).await;
     let (socket, root) = dialled.unwrap_or_else(|_| {
         let reason = format!("{} did not answer within {within:.1?}", options.root);
-        Err(StartError::Unreachable(Reach::Unknown, reason))
+        Err(StartError::Unreachable(Unreached::Unknown, reason))
     })?;
     // Other hosts can reach this machine at the address that this link uses.
     let own = socket
@@ -79,7 +79,7 @@ pub(crate) async fn join(
             let greeted = tokio::time::timeout_at(until.into(), greeted).await;
             greeted.unwrap_or_else(|_| {
                 let reason = "it did not list its models in time".into();
-                Err(StartError::Unreachable(Reach::Unknown, reason))
+                Err(StartError::Unreachable(Unreached::Unknown, reason))
             })?
         }
     };
@@ -89,7 +89,7 @@ pub(crate) async fn join(
             got: welcome.run.epoch,
         });
     }
-    Ok(Joined {
+    Ok(JoinedAgent {
         link,
         root,
         welcome,
@@ -112,8 +112,8 @@ pub(crate) async fn greet(
     options: &AgentOptions,
     (bulk, before): (Option<u16>, Before),
     number: u64,
-    events: &mpsc::Sender<Event>,
-) -> Result<(Link<ToRoot>, Welcome, Vec<ModelSpec>), StartError> {
+    events: &mpsc::Sender<DriverEvent>,
+) -> Result<(Link<ToRoot>, Welcome, Vec<ModelDescription>), StartError> {
     // A channel of its own until the welcome is complete, so that no other events are mixed in.
     let (own, mut messages) = mpsc::channel(64);
     let forward = events.clone();
@@ -132,7 +132,11 @@ pub(crate) async fn greet(
     // From here on, messages go to the driver.
     tokio::spawn(async move {
         while let Some((number, what)) = messages.recv().await {
-            if forward.send(Event::Root { number, what }).await.is_err() {
+            if forward
+                .send(DriverEvent::Root { number, what })
+                .await
+                .is_err()
+            {
                 return;
             }
         }
@@ -143,7 +147,7 @@ pub(crate) async fn greet(
 async fn read_welcome(
     messages: &mut Messages,
     patience: Duration,
-) -> Result<(Welcome, Vec<ModelSpec>), StartError> {
+) -> Result<(Welcome, Vec<ModelDescription>), StartError> {
     let broken = |what: &str| StartError::Broken(what.into());
     let FromRoot::Welcome(welcome) = next(messages, patience).await? else {
         return Err(broken("expected a welcome first"));
@@ -175,7 +179,7 @@ async fn read_welcome(
             assembler.push(&bytes).map_err(unusable)?;
         };
         let layout = Layout::decode(&model.layout).map_err(|error| broken(&error.to_string()))?;
-        models.push(ModelSpec {
+        models.push(ModelDescription {
             layout,
             note: model.note,
         });
@@ -187,25 +191,25 @@ async fn next(messages: &mut Messages, patience: Duration) -> Result<FromRoot, S
     let received = tokio::time::timeout(patience, messages.recv()).await;
     let received = received.map_err(|_| {
         let reason = format!("it did not list its models within {patience:?}");
-        StartError::Unreachable(Reach::Unknown, reason)
+        StartError::Unreachable(Unreached::Unknown, reason)
     })?;
     match received {
         Some((_, Ok(FromRoot::Refused { reason, remedy }))) => Err(match remedy {
             RefusalRemedy::Fenced { seen, got } => StartError::Fenced { seen, got },
-            RefusalRemedy::Gone => StartError::Unreachable(Reach::Unknown, reason),
+            RefusalRemedy::Gone => StartError::Unreachable(Unreached::Unknown, reason),
             RefusalRemedy::Other => StartError::Denied(reason),
         }),
         Some((_, Ok(FromRoot::Goodbye))) => Err(StartError::Unreachable(
-            Reach::Unknown,
+            Unreached::Unknown,
             "it is shutting down".into(),
         )),
         Some((_, Ok(message))) => Ok(message),
         Some((_, Err(end @ (LinkEnd::Frame(_) | LinkEnd::Message(_))))) => {
             Err(StartError::Broken(end.to_string()))
         }
-        Some((_, Err(end))) => Err(StartError::Unreachable(Reach::Unknown, end.to_string())),
+        Some((_, Err(end))) => Err(StartError::Unreachable(Unreached::Unknown, end.to_string())),
         None => Err(StartError::Unreachable(
-            Reach::Unknown,
+            Unreached::Unknown,
             "the link ended".into(),
         )),
     }
@@ -216,14 +220,14 @@ pub(crate) async fn dial(
     name: &str,
     credentials: &Credentials,
 ) -> Result<(AsyncStream, SocketAddr), StartError> {
-    let unreachable = |text| StartError::Unreachable(Reach::Unknown, text);
+    let unreachable = |text| StartError::Unreachable(Unreached::Unknown, text);
     let addresses = tokio::net::lookup_host(name)
         .await
         .map_err(|error| unreachable(format!("{name} is not found: {error}")))?;
     let mut last = unreachable(format!("{name} has no address"));
     for address in addresses {
-        let peer = Peer::Trainer(host_of(name));
-        let error = match link::dial(address, credentials, peer, Role::Control).await {
+        let peer = TlsPeer::Trainer(host_of(name));
+        let error = match link::dial(address, credentials, peer, LinkRole::Control).await {
             Ok(socket) => return Ok((socket, address)),
             Err(DialError::Hello(error)) if is_final(&error) => {
                 return Err(StartError::Refused(error));
@@ -232,10 +236,10 @@ pub(crate) async fn dial(
         };
         let reach = match &error {
             DialError::Failed(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                Reach::Refused
+                Unreached::Refused
             }
-            DialError::Unanswered => Reach::Unanswered,
-            _ => Reach::Unknown,
+            DialError::Unanswered => Unreached::Unanswered,
+            _ => Unreached::Unknown,
         };
         last = StartError::Unreachable(reach, format!("{address}: {error}"));
     }

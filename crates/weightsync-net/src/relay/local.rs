@@ -8,7 +8,7 @@ const NAMES: u8 = 8;
 
 /// Which process a name belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Owner {
+pub(crate) enum NameOwner {
     /// The trainer's.
     Sender,
     /// A relay's.
@@ -18,12 +18,12 @@ pub(crate) enum Owner {
 /// The names in the order in which they are tried: abstract socket names, which belong to the
 /// network namespace. Only a process with the secret can make them. Everybody on the host can
 /// read names in use, but cannot derive the others from them.
-pub(crate) fn names(secret: &[u8; 16], address: &str, owner: Owner) -> Vec<String> {
+pub(crate) fn names(secret: &[u8; 16], address: &str, owner: NameOwner) -> Vec<String> {
     let mut hasher = blake3::Hasher::new_derive_key("weightsync-net 2026-11 local names");
     hasher.update(secret);
     hasher.update(match owner {
-        Owner::Sender => b"sender",
-        Owner::Host => b"host\0\0",
+        NameOwner::Sender => b"sender",
+        NameOwner::Host => b"host\0\0",
     });
     hasher.update(address.as_bytes());
     let names = 0..NAMES;

@@ -21,8 +21,8 @@ use tokio::sync::{mpsc, oneshot};
 use weightsync_core::{Epoch, Run};
 use weightsync_mem::{Ending, Listener, Origin};
 
-use self::driver::{Driver, Event};
-use self::join::{Joined, join};
+use self::driver::{Driver, DriverEvent};
+use self::join::{JoinedAgent, join};
 pub use self::plan::Item;
 pub(crate) use self::service::unreachable;
 pub use self::service::{Relay, RelayEvent, RelayStop};
@@ -89,7 +89,7 @@ impl From<Duration> for Patience {
 #[derive(Debug)]
 pub(crate) enum StartError {
     /// The sender cannot be reached now.
-    Unreachable(Reach, String),
+    Unreachable(Unreached, String),
     /// The sender, or the program that answers in its place, is the wrong peer: trying again does
     /// not help.
     Refused(HelloError),
@@ -124,7 +124,7 @@ impl StartError {
 
 /// Why a sender cannot be reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reach {
+pub(crate) enum Unreached {
     /// Nothing listens there.
     Refused,
     /// A program listens there, and does not answer.
@@ -136,7 +136,7 @@ pub(crate) enum Reach {
 /// A running agent. Dropping it makes it leave: its workers look for another route.
 #[derive(Debug)]
 pub(crate) struct Agent {
-    events: mpsc::Sender<Event>,
+    events: mpsc::Sender<DriverEvent>,
     thread: Option<JoinHandle<Ending>>,
     /// The address at which its workers find it.
     pub(crate) address: String,
@@ -237,13 +237,13 @@ impl Agent {
 /// Ends an agent from another thread.
 #[derive(Clone, Debug)]
 pub(crate) struct Stopper {
-    events: mpsc::Sender<Event>,
+    events: mpsc::Sender<DriverEvent>,
 }
 
 impl Stopper {
     pub(crate) fn stop(&self) {
         // An agent that has ended receives nothing.
-        let _ = self.events.blocking_send(Event::Stop);
+        let _ = self.events.blocking_send(DriverEvent::Stop);
     }
 }
 
@@ -257,7 +257,7 @@ impl Drop for Agent {
             return;
         }
         if let Some(thread) = self.thread.take() {
-            let _ = self.events.blocking_send(Event::Stop);
+            let _ = self.events.blocking_send(DriverEvent::Stop);
             // The panic hook has already reported a panic there.
             let _ = thread.join();
         }
@@ -283,7 +283,7 @@ struct Started {
     travelled: Arc<AtomicU64>,
 }
 
-type Events = (mpsc::Sender<Event>, mpsc::Receiver<Event>);
+type Events = (mpsc::Sender<DriverEvent>, mpsc::Receiver<DriverEvent>);
 
 async fn run(
     options: AgentOptions,
@@ -299,7 +299,7 @@ async fn run(
         joined = join(&options, &credentials, &events, patience) => joined,
         _ = given_up => {
             let reason = "it was given up".into();
-            Err(StartError::Unreachable(Reach::Unknown, reason))
+            Err(StartError::Unreachable(Unreached::Unknown, reason))
         }
     };
     let is_served = |name: &String| weightsync_mem::is_served(name).unwrap_or(false);
@@ -338,11 +338,15 @@ async fn run(
 }
 
 /// Takes a name for the workers of this host.
-fn listen(options: &AgentOptions, joined: &Joined) -> Result<(Listener, String), StartError> {
+fn listen(options: &AgentOptions, joined: &JoinedAgent) -> Result<(Listener, String), StartError> {
     let (names, listen): (_, local::Listen) = match &options.address {
         AgentAddress::Own(name) => (vec![name.clone()], Listener::at_least_here),
         AgentAddress::Host => {
-            let names = local::names(&options.secret, &joined.welcome.address, local::Owner::Host);
+            let names = local::names(
+                &options.secret,
+                &joined.welcome.address,
+                local::NameOwner::Host,
+            );
             (names, Listener::at_free)
         }
     };

@@ -1,8 +1,8 @@
 //! A relay's decisions: which version to fetch next, which fetch to stop, and which worker gets
 //! which set.
 //!
-//! **Guarantee.** The input and the output are plain values. [`Plan`] takes events ([`Input`])
-//! and returns what is to be done ([`Effect`]), in order.
+//! **Guarantee.** The input and the output are plain values. [`RelayPlan`] takes events
+//! ([`PlanInput`]) and returns what is to be done ([`PlanEffect`]), in order.
 //!
 //! * A worker is notified of a set only when every version of the set is whole here.
 //! * **The first set is finished.** If a set began to arrive while one of its models had no
@@ -29,7 +29,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use weightsync_core::Version;
 use weightsync_mem::{Delivery, WorkerInstance};
 
-use self::worker::{Notification, Worker};
+use self::worker::{Notification, WorkerPlan};
 
 /// The most fetches at once: a set of as many models as there may be.
 const SIDE_BY_SIDE: usize = 64;
@@ -47,7 +47,7 @@ pub struct Item {
 
 /// What has happened.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Input {
+pub enum PlanInput {
     /// A worker was admitted.
     Joined {
         who: WorkerInstance,
@@ -98,7 +98,7 @@ pub enum Input {
 
 /// What is to be done.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Effect {
+pub enum PlanEffect {
     /// Put a worker's mailbox on a set; every version of the set is whole.
     Notify {
         who: WorkerInstance,
@@ -125,9 +125,9 @@ pub enum Effect {
 
 /// What a relay has, and what it must do next.
 #[derive(Debug, Default)]
-pub struct Plan {
-    workers: BTreeMap<WorkerInstance, Worker>,
-    items: BTreeMap<Item, State>,
+pub struct RelayPlan {
+    workers: BTreeMap<WorkerInstance, WorkerPlan>,
+    items: BTreeMap<Item, ItemState>,
     /// What relays below want, and how many of them want it.
     wanted: BTreeMap<Item, u32>,
     /// Versions that were refused, and how many relays below have not withdrawn their request yet.
@@ -142,7 +142,7 @@ pub struct Plan {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum ItemState {
     /// A part of the version may be here.
     Begun,
     Whole,
@@ -150,14 +150,14 @@ enum State {
     FromSender,
 }
 
-impl Plan {
+impl RelayPlan {
     /// The plan of a relay to which nothing has happened yet.
     pub fn new() -> Self {
         Self::default()
     }
 
     /// Notes what has happened; returns what to do.
-    pub fn step(&mut self, inputs: impl IntoIterator<Item = Input>) -> Vec<Effect> {
+    pub fn step(&mut self, inputs: impl IntoIterator<Item = PlanInput>) -> Vec<PlanEffect> {
         let mut effects = Vec::new();
         for input in inputs {
             self.note(input, &mut effects);
@@ -170,18 +170,18 @@ impl Plan {
         effects
     }
 
-    fn note(&mut self, input: Input, effects: &mut Vec<Effect>) {
+    fn note(&mut self, input: PlanInput, effects: &mut Vec<PlanEffect>) {
         match input {
-            Input::Joined { who, delivery } => {
-                self.workers.insert(who, Worker::new(delivery));
+            PlanInput::Joined { who, delivery } => {
+                self.workers.insert(who, WorkerPlan::new(delivery));
             }
-            Input::Left { who } => {
+            PlanInput::Left { who } => {
                 self.workers.remove(&who);
             }
-            Input::Notified { who, sequence, set } => {
+            PlanInput::Notified { who, sequence, set } => {
                 effects.extend(self.notified(who, Notification { sequence, set }));
             }
-            Input::Answered {
+            PlanInput::Answered {
                 who,
                 question,
                 sequence,
@@ -194,36 +194,36 @@ impl Plan {
                     worker.answer = Some((question, Notification { sequence, set }));
                 }
             }
-            Input::Withdrawn { who, question } => {
+            PlanInput::Withdrawn { who, question } => {
                 if let Some(worker) = self.workers.get_mut(&who) {
                     worker.withdrawn = question.max(worker.withdrawn);
                     worker.answer.take_if(|(of, _)| *of <= question);
                 }
             }
-            Input::Parent => self.has_parent = true,
-            Input::NoParent => self.lose_parent(),
-            Input::Whole { item } => self.finish(item),
-            Input::Rest { item } => {
+            PlanInput::Parent => self.has_parent = true,
+            PlanInput::NoParent => self.lose_parent(),
+            PlanInput::Whole { item } => self.finish(item),
+            PlanInput::Rest { item } => {
                 self.fetching.remove(&item);
             }
-            Input::Broken { item } => self.break_off(item),
-            Input::NotThere { item, sender } => self.not_there(item, sender, effects),
-            Input::FromSender { item } => {
+            PlanInput::Broken { item } => self.break_off(item),
+            PlanInput::NotThere { item, sender } => self.not_there(item, sender, effects),
+            PlanInput::FromSender { item } => {
                 if self.fetching.contains(&item) {
-                    self.items.insert(item, State::FromSender);
+                    self.items.insert(item, ItemState::FromSender);
                 }
             }
-            Input::MayHaveRoom => self.full = false,
-            Input::NoRoom { item } => self.wait_for_room(item),
-            Input::Spoiled { model } => self.drop_model(model, effects),
-            Input::Wanted { item } => *self.wanted.entry(item).or_default() += 1,
-            Input::Unwanted { item } => self.unwant(item),
+            PlanInput::MayHaveRoom => self.full = false,
+            PlanInput::NoRoom { item } => self.wait_for_room(item),
+            PlanInput::Spoiled { model } => self.drop_model(model, effects),
+            PlanInput::Wanted { item } => *self.wanted.entry(item).or_default() += 1,
+            PlanInput::Unwanted { item } => self.unwant(item),
         }
     }
 
     /// The sender notified a worker of a set. A worker that runs nothing yet may get an older one
     /// at once.
-    fn notified(&mut self, who: WorkerInstance, next: Notification) -> Option<Effect> {
+    fn notified(&mut self, who: WorkerInstance, next: Notification) -> Option<PlanEffect> {
         let (items, firsts) = (&self.items, &self.firsts);
         let worker = self.workers.get_mut(&who)?;
         if worker.may_begin_with(&next) && is_whole(items, &next.set) {
@@ -239,14 +239,14 @@ impl Plan {
     fn lose_parent(&mut self) {
         self.has_parent = false;
         let items = &self.items;
-        let from_sender = |item: &Item| items.get(item) == Some(&State::FromSender);
+        let from_sender = |item: &Item| items.get(item) == Some(&ItemState::FromSender);
         // These go on: they come from the sender itself.
         self.fetching.retain(from_sender);
     }
 
     /// A version is whole: it may be the last one of a set that is finished in any case.
     fn finish(&mut self, item: Item) {
-        self.items.insert(item, State::Whole);
+        self.items.insert(item, ItemState::Whole);
         self.fetching.remove(&item);
         let items = &self.items;
         self.firsts.retain(|set| !is_whole(items, set));
@@ -256,17 +256,17 @@ impl Plan {
         self.fetching.remove(&item);
         // A failed fetch from the sender is not tried again at once, because it could fail again
         // without end. It waits for a parent, and asks that parent first.
-        if let Some(state @ State::FromSender) = self.items.get_mut(&item) {
-            *state = State::Begun;
+        if let Some(state @ ItemState::FromSender) = self.items.get_mut(&item) {
+            *state = ItemState::Begun;
         }
     }
 
-    fn not_there(&mut self, item: Item, sender: bool, effects: &mut Vec<Effect>) {
+    fn not_there(&mut self, item: Item, sender: bool, effects: &mut Vec<PlanEffect>) {
         self.fetching.remove(&item);
         match sender {
             true => self.give_up(item, effects),
             false => {
-                self.items.insert(item, State::FromSender);
+                self.items.insert(item, ItemState::FromSender);
             }
         }
     }
@@ -275,7 +275,7 @@ impl Plan {
         self.fetching.remove(&item);
         self.full = true;
         // Nothing of the version has begun to arrive.
-        if self.items.get(&item) == Some(&State::Begun) {
+        if self.items.get(&item) == Some(&ItemState::Begun) {
             self.items.remove(&item);
             self.drop_firsts(|one| *one == item);
         }
@@ -300,7 +300,7 @@ impl Plan {
     pub fn whole(&self) -> impl Iterator<Item = Item> {
         let whole = self.items.iter();
         whole
-            .filter(|(_, state)| **state == State::Whole)
+            .filter(|(_, state)| **state == ItemState::Whole)
             .map(|(item, _)| *item)
     }
 
@@ -333,11 +333,11 @@ impl Plan {
     }
 
     fn is_whole(&self, item: &Item) -> bool {
-        self.items.get(item) == Some(&State::Whole)
+        self.items.get(item) == Some(&ItemState::Whole)
     }
 
     /// Notifies workers of the sets that are whole by now.
-    fn deliver(&mut self, effects: &mut Vec<Effect>) {
+    fn deliver(&mut self, effects: &mut Vec<PlanEffect>) {
         let items = &self.items;
         let whole = |next: &Notification| is_whole(items, &next.set);
         for (who, worker) in &mut self.workers {
@@ -353,7 +353,7 @@ impl Plan {
             let answer = worker.answer.take_if(|(_, next)| whole(next));
             if let Some((question, next)) = answer {
                 worker.answered.clone_from(&next.set);
-                effects.push(Effect::Answer {
+                effects.push(PlanEffect::Answer {
                     who: *who,
                     question,
                     sequence: next.sequence,
@@ -364,7 +364,7 @@ impl Plan {
     }
 
     /// Releases versions that nothing needs.
-    fn release(&mut self, effects: &mut Vec<Effect>) {
+    fn release(&mut self, effects: &mut Vec<PlanEffect>) {
         let needed = self.needed();
         let mut newest: BTreeMap<usize, Version> = BTreeMap::new();
         for item in self.whole() {
@@ -374,23 +374,23 @@ impl Plan {
         self.fetching.retain(|item| {
             let keep = needed.contains(item);
             if !keep {
-                effects.push(Effect::Stop { item: *item });
+                effects.push(PlanEffect::Stop { item: *item });
             }
             keep
         });
         self.items.retain(|item, state| {
             // The newest whole version stays, for relays below and for workers that join later.
-            let kept = *state == State::Whole && newest.get(&item.model) == Some(&item.version);
+            let kept = *state == ItemState::Whole && newest.get(&item.model) == Some(&item.version);
             let keep = kept || needed.contains(item);
             if !keep {
-                effects.push(Effect::Release { item: *item });
+                effects.push(PlanEffect::Release { item: *item });
             }
             keep
         });
     }
 
     /// Starts the fetches that come next and are not under way.
-    fn fetch(&mut self, effects: &mut Vec<Effect>) {
+    fn fetch(&mut self, effects: &mut Vec<PlanEffect>) {
         if self.full {
             return;
         }
@@ -399,11 +399,11 @@ impl Plan {
             if self.fetching.len() >= SIDE_BY_SIDE {
                 break;
             }
-            let sender = self.items.get(&item) == Some(&State::FromSender);
+            let sender = self.items.get(&item) == Some(&ItemState::FromSender);
             // The sender can be reached without a parent, too.
             if (sender || self.has_parent) && self.fetching.insert(item) {
-                self.items.entry(item).or_insert(State::Begun);
-                effects.push(Effect::Fetch { item, sender });
+                self.items.entry(item).or_insert(ItemState::Begun);
+                effects.push(PlanEffect::Fetch { item, sender });
             }
         }
         self.note_firsts(sets);
@@ -502,13 +502,13 @@ impl Plan {
     /// Releases every version of a model, because later ones may be made from a wrong one. Workers
     /// wait for further notifications until a version is fetched again. Mailboxes stay on the sets
     /// that they name.
-    fn drop_model(&mut self, model: usize, effects: &mut Vec<Effect>) {
+    fn drop_model(&mut self, model: usize, effects: &mut Vec<PlanEffect>) {
         for item in self.items.extract_if(.., |item, _| item.model == model) {
             let (item, _) = item;
             if self.fetching.remove(&item) {
-                effects.push(Effect::Stop { item });
+                effects.push(PlanEffect::Stop { item });
             }
-            effects.push(Effect::Release { item });
+            effects.push(PlanEffect::Release { item });
         }
         self.drop_firsts(|item| item.model == model);
         // Otherwise `needed` would go on naming versions that are gone.
@@ -528,7 +528,7 @@ impl Plan {
 
     /// Gives up a version that nobody has any more: workers that wait for it wait for its
     /// successor.
-    fn give_up(&mut self, item: Item, effects: &mut Vec<Effect>) {
+    fn give_up(&mut self, item: Item, effects: &mut Vec<PlanEffect>) {
         self.firsts.retain(|set| !set.contains(&item));
         for worker in self.workers.values_mut() {
             worker.pending.retain(|next| !next.set.contains(&item));
@@ -536,19 +536,24 @@ impl Plan {
         }
         if let Some(count) = self.wanted.remove(&item) {
             *self.refused.entry(item).or_default() += count;
-            effects.push(Effect::Refuse { item });
+            effects.push(PlanEffect::Refuse { item });
         }
     }
 }
 
-fn is_whole(items: &BTreeMap<Item, State>, set: &[Item]) -> bool {
+fn is_whole(items: &BTreeMap<Item, ItemState>, set: &[Item]) -> bool {
     let mut set = set.iter();
-    set.all(|item| items.get(item) == Some(&State::Whole))
+    set.all(|item| items.get(item) == Some(&ItemState::Whole))
 }
 
 /// Whether a part of a set has arrived or is arriving.
-fn is_begun(items: &BTreeMap<Item, State>, set: &[Item]) -> bool {
-    let begun = |item| matches!(items.get(item), Some(State::Begun | State::FromSender));
+fn is_begun(items: &BTreeMap<Item, ItemState>, set: &[Item]) -> bool {
+    let begun = |item| {
+        matches!(
+            items.get(item),
+            Some(ItemState::Begun | ItemState::FromSender)
+        )
+    };
     set.iter().any(begun)
 }
 

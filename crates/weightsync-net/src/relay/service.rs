@@ -16,7 +16,7 @@ use super::{Agent, AgentAddress, AgentOptions, StartError, Stopper};
 use crate::access::{Access, Token};
 use crate::address::{check_asked, told};
 use crate::error::{NetError, transport};
-use crate::tls::Part;
+use crate::tls::CertificateRole;
 use crate::wire::hello::HelloError;
 
 /// How long one attempt to reach the sender may take.
@@ -285,7 +285,7 @@ impl Relay {
         };
         let mut access = Access::with_token(token).map_err(transport)?;
         access.insecure_plaintext |= self.insecure_plaintext;
-        let tls = access.with_tls(Part::Relay, self.tls.as_deref());
+        let tls = access.with_tls(CertificateRole::Relay, self.tls.as_deref());
         tls.map_err(transport)
     }
 

@@ -10,7 +10,7 @@ use weightsync_conformance::scale::{longest, prompt_limit};
 use weightsync_core::{Dtype, Layout};
 use weightsync_engine::{Error, Expect, InitInfo, Remedy, Sender, SenderSetup, Tensors};
 
-use super::local::{Owner, names};
+use super::local::{NameOwner, names};
 use super::*;
 use crate::error::NetError;
 use crate::link::listen::accept_all;
@@ -19,8 +19,8 @@ use crate::link::{Link, LinkEnd, blocking};
 use crate::scheme::{Distributed, Share};
 use crate::scrub::Scrub;
 use crate::status::{self, NOT_YET};
-use crate::tls::Peer;
-use crate::wire::hello::Role;
+use crate::tls::TlsPeer;
+use crate::wire::hello::LinkRole;
 use crate::wire::message::{self, FromRoot, Message, ToRoot, Welcome, model_messages};
 
 /// A trainer whose workers do not read its memory.
@@ -69,7 +69,7 @@ fn net_error(error: &Error) -> (&NetError, Remedy) {
 fn no_name_tells_another() {
     let secret = [5; 16];
     let mut all = BTreeSet::new();
-    for owner in [Owner::Sender, Owner::Host] {
+    for owner in [NameOwner::Sender, NameOwner::Host] {
         for name in names(&secret, "10.0.0.1:7070", owner) {
             let digest = name.strip_prefix("weightsync/net/").unwrap();
             let is_hex = digest.bytes().all(|byte| byte.is_ascii_hexdigit());
@@ -86,7 +86,7 @@ fn names_that_others_keep_hold_up_no_relay() {
     let (_sender, info) = trainer();
     let at = info.endpoint();
     let mut kept = Vec::new();
-    for name in &names(at.secret(), at.address(), Owner::Host)[..7] {
+    for name in &names(at.secret(), at.address(), NameOwner::Host)[..7] {
         let kind = (AddressFamily::UNIX, SocketType::SEQPACKET);
         let socket = rustix::net::socket(kind.0, kind.1, None).unwrap();
         let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
@@ -159,8 +159,8 @@ fn status_without_a_timeout_ends_with_its_connection() {
     let socket = blocking::dial(
         address,
         &credentials,
-        Peer::Sender(address.ip()),
-        Role::Bulk,
+        TlsPeer::Sender(address.ip()),
+        LinkRole::Bulk,
         None,
     );
     let socket = socket.unwrap();
@@ -173,7 +173,7 @@ fn status_without_a_timeout_ends_with_its_connection() {
     let listener = runtime.block_on(listen).unwrap();
     let address = listener.local_addr().unwrap().to_string();
     let take = |mut socket: AsyncStream, _, _| {
-        let working = message::Status {
+        let working = message::JsonReply {
             json: NOT_YET.into(),
         };
         let frame = working.frame().unwrap();
@@ -261,14 +261,14 @@ fn agent_does_not_start_on_the_senders_host() {
         root: at.address().into(),
         secret: *at.secret(),
         address: AgentAddress::Own(own.clone()),
-        nearer: names(at.secret(), at.address(), Owner::Sender),
+        nearer: names(at.secret(), at.address(), NameOwner::Sender),
         ..joining("")
     };
     let ended = Agent::start(options.clone(), longest().into(), || true).unwrap_err();
     assert!(matches!(ended, StartError::Nearer), "{ended:?}");
     assert!(!weightsync_mem::is_served(&own).unwrap());
     // The sender goes on; where nobody is at a name, there is no other way.
-    let nearer = names(at.secret(), at.address(), Owner::Host);
+    let nearer = names(at.secret(), at.address(), NameOwner::Host);
     let agent = Agent::start(AgentOptions { nearer, ..options }, longest().into(), || {
         true
     });

@@ -10,8 +10,8 @@ use weightsync_engine::transport::{
 use weightsync_engine::{Changes, Result, Version, WorkerReport};
 use weightsync_mem::{RemoteReaders, Snapshot};
 
-use super::coordinator::Event;
-use crate::bulk::{Delta, RING, Rate, Store, Threads};
+use super::coordinator::CoordinatorEvent;
+use crate::bulk::{BlockStore, Delta, RING, Rate, Threads};
 use crate::relay::Item;
 use crate::scheme::Deltas;
 
@@ -22,9 +22,9 @@ const SCRUBBED: u64 = 64;
 /// Where a sender makes its deltas and keeps them.
 #[derive(Clone, Debug)]
 pub(super) struct Comparing {
-    pub(super) events: mpsc::Sender<Event>,
+    pub(super) events: mpsc::Sender<CoordinatorEvent>,
     pub(super) remote_readers: RemoteReaders,
-    pub(super) store: Arc<Store>,
+    pub(super) store: Arc<BlockStore>,
     pub(super) threads: Arc<Threads>,
     pub(super) deltas: Deltas,
     /// For each model, how many versions were published since the last scrubbed one.
@@ -80,7 +80,7 @@ impl Staging for Compared<'_> {
             }
         }
         drop(announced);
-        Ok(Box::new(Notified {
+        Ok(Box::new(ComparedPublication {
             inner: published,
             made,
         }))
@@ -109,7 +109,12 @@ impl Comparing {
         let since = &self.unscrubbed[item.model];
         let due = since.fetch_add(1, Ordering::Relaxed) + 1 >= SCRUBBED;
         // If the coordinator is busy, the next version is kept instead.
-        if due && self.events.try_send(Event::Keep(new.clone())).is_ok() {
+        if due
+            && self
+                .events
+                .try_send(CoordinatorEvent::Keep(new.clone()))
+                .is_ok()
+        {
             since.store(0, Ordering::Relaxed);
         }
         let layout = new.layout();
@@ -155,7 +160,7 @@ struct ComparedPair {
     _release: ReleaseGuard,
 }
 
-struct ReleaseGuard(Arc<Delta>, Arc<Store>);
+struct ReleaseGuard(Arc<Delta>, Arc<BlockStore>);
 
 impl Drop for ReleaseGuard {
     fn drop(&mut self) {
@@ -166,12 +171,12 @@ impl Drop for ReleaseGuard {
 
 /// A publication, and its changes.
 #[derive(Debug)]
-struct Notified {
+struct ComparedPublication {
     inner: Box<dyn Outstanding>,
     made: Vec<Arc<Delta>>,
 }
 
-impl Outstanding for Notified {
+impl Outstanding for ComparedPublication {
     fn versions(&self) -> &[(usize, Version)] {
         self.inner.versions()
     }
@@ -204,10 +209,10 @@ impl Outstanding for Notified {
 }
 
 /// Marks a version as being published while its changes are not known yet.
-struct Announced<'a>(&'a Store);
+struct Announced<'a>(&'a BlockStore);
 
 impl<'a> Announced<'a> {
-    fn new(store: &'a Store) -> Self {
+    fn new(store: &'a BlockStore) -> Self {
         store.deltas().announce(true);
         Self(store)
     }

@@ -26,7 +26,7 @@ use weightsync_mem::{RemoteReader, RemoteReaders, Snapshot};
 use super::membership::LinkLoss;
 use super::plan::{RootInput, RootPlan};
 use super::topology::AgentId;
-use crate::bulk::{Store, Threads};
+use crate::bulk::{BlockStore, Threads};
 use crate::link::stream::AsyncStream;
 use crate::link::{Link, LinkEnd};
 use crate::relay::Item;
@@ -36,7 +36,7 @@ use crate::wire::message::{FromRoot, ToRoot, Welcome};
 const LINGER: Duration = Duration::from_secs(5);
 
 /// What a coordinator reacts to.
-pub(crate) enum Event {
+pub(crate) enum CoordinatorEvent {
     /// An agent has connected.
     Connected {
         socket: AsyncStream,
@@ -66,12 +66,12 @@ pub(crate) enum Event {
 
 /// Workers that may need a notification.
 #[derive(Debug, Default)]
-pub(crate) struct Changes {
+pub(crate) struct ChangedWorkers {
     workers: Mutex<BTreeSet<WorkerId>>,
     bell: Notify,
 }
 
-impl Changes {
+impl ChangedWorkers {
     /// Marks a worker as one that may need a notification.
     pub(crate) fn ring(&self, worker: WorkerId) {
         let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -86,7 +86,7 @@ impl Changes {
 }
 
 /// What a coordinator works with; constant for its whole life.
-pub(crate) struct Settings {
+pub(crate) struct CoordinatorSettings {
     /// What each agent is told first, but for its number.
     pub(crate) welcome: Welcome,
     /// What the sender notes of its sends, for the status.
@@ -99,16 +99,16 @@ pub(crate) struct Settings {
     /// Bytes that this process has sent to children.
     pub(crate) served: Arc<AtomicU64>,
     /// The versions that this process serves.
-    pub(crate) store: Arc<Store>,
+    pub(crate) store: Arc<BlockStore>,
     /// The threads that serve them.
     pub(crate) threads: Arc<Threads>,
 }
 
 pub(crate) struct Coordinator {
-    settings: Settings,
+    settings: CoordinatorSettings,
     remote_readers: RemoteReaders,
-    changes: Arc<Changes>,
-    events: mpsc::Sender<Event>,
+    changes: Arc<ChangedWorkers>,
+    events: mpsc::Sender<CoordinatorEvent>,
     /// How many agents there are, for the listener.
     count: Arc<AtomicUsize>,
     plan: RootPlan,
@@ -135,10 +135,10 @@ struct AgentLink {
 
 impl Coordinator {
     pub(crate) fn new(
-        settings: Settings,
+        settings: CoordinatorSettings,
         remote_readers: RemoteReaders,
-        changes: Arc<Changes>,
-        events: mpsc::Sender<Event>,
+        changes: Arc<ChangedWorkers>,
+        events: mpsc::Sender<CoordinatorEvent>,
         count: Arc<AtomicUsize>,
     ) -> Self {
         let (run, models) = (settings.welcome.run, settings.models.clone());
@@ -163,7 +163,7 @@ impl Coordinator {
 
     /// Handles events until the sender shuts down, and then until every agent has the versions that
     /// were announced to it, but not for long.
-    pub(crate) async fn run(mut self, mut events: mpsc::Receiver<Event>) {
+    pub(crate) async fn run(mut self, mut events: mpsc::Receiver<CoordinatorEvent>) {
         let mut stops: Option<Instant> = None;
         let changes = self.changes.clone();
         loop {
@@ -174,7 +174,7 @@ impl Coordinator {
             let due = due.into_iter().chain(stops).min();
             tokio::select! {
                 event = events.recv() => match event {
-                    Some(Event::Stop) => {
+                    Some(CoordinatorEvent::Stop) => {
                         stops = Some(Instant::now() + LINGER);
                         // Sets published before this event are sent before it is handled.
                         self.step([RootInput::Changed(changes.take())]);
@@ -184,7 +184,7 @@ impl Coordinator {
                     }
                     // The sender has said goodbye to everybody. A new client sees a closed link,
                     // and looks for the successor.
-                    Some(Event::Connected { .. }) if stops.is_some() => {}
+                    Some(CoordinatorEvent::Connected { .. }) if stops.is_some() => {}
                     Some(event) => self.handle(event),
                     None => return,
                 },
@@ -200,28 +200,30 @@ impl Coordinator {
         }
     }
 
-    fn handle(&mut self, event: Event) {
+    fn handle(&mut self, event: CoordinatorEvent) {
         match event {
-            Event::Connected { socket, from } => {
+            CoordinatorEvent::Connected { socket, from } => {
                 self.last_agent += 1;
                 let agent = self.last_agent;
-                let on_event = move |what| Event::Message { agent, what };
+                let on_event = move |what| CoordinatorEvent::Message { agent, what };
                 let link = Link::start(socket, &self.events, on_event);
                 self.links.insert(agent, AgentLink { link, from });
                 self.count.store(self.links.len(), Ordering::Relaxed);
                 self.step([RootInput::Connected { agent, from }]);
             }
-            Event::Message { agent, what } => match what {
+            CoordinatorEvent::Message { agent, what } => match what {
                 Ok(message) => self.step([RootInput::Message { agent, message }]),
                 Err(end) => self.ended(agent, &end),
             },
-            Event::Status(answer) => {
+            CoordinatorEvent::Status(answer) => {
                 // The client may have gone.
                 let _ = answer.send(self.status());
             }
-            Event::Scrub(answer) => self.scrub(answer),
-            Event::Found { item, now, then } => self.step([RootInput::Found { item, now, then }]),
-            Event::Keep(snapshot) => {
+            CoordinatorEvent::Scrub(answer) => self.scrub(answer),
+            CoordinatorEvent::Found { item, now, then } => {
+                self.step([RootInput::Found { item, now, then }])
+            }
+            CoordinatorEvent::Keep(snapshot) => {
                 let item = Item {
                     model: snapshot.model(),
                     version: snapshot.version(),
@@ -230,7 +232,7 @@ impl Coordinator {
                 self.step([RootInput::Keep(item)]);
                 self.at_hand = None;
             }
-            Event::Stop => {}
+            CoordinatorEvent::Stop => {}
         }
     }
 

@@ -9,15 +9,15 @@ use tokio::io::AsyncWriteExt;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use weightsync_mem::RemoteReaders;
 
-use super::coordinator::Event;
+use super::coordinator::CoordinatorEvent;
 use crate::bulk::Serving;
 use crate::link;
 use crate::link::Credentials;
 use crate::link::listen::accept_all;
 use crate::link::stream::AsyncStream;
 use crate::status::NOT_YET;
-use crate::wire::hello::Role;
-use crate::wire::message::{Message, Status};
+use crate::wire::hello::LinkRole;
+use crate::wire::message::{JsonReply, Message};
 
 /// The most agents.
 const MAX_AGENTS: usize = 16_384;
@@ -37,7 +37,7 @@ const ANSWERED_WITHIN: Duration = Duration::from_secs(15 * 60);
 /// Accepts connections.
 pub(super) struct Listening {
     pub(super) credentials: Credentials,
-    pub(super) events: mpsc::Sender<Event>,
+    pub(super) events: mpsc::Sender<CoordinatorEvent>,
     pub(super) serving: Serving,
     pub(super) remote_readers: RemoteReaders,
     /// How many agents there are.
@@ -57,23 +57,25 @@ impl Listening {
         let scrubbing = Arc::new(Semaphore::new(SCRUBBING));
         let busy = move || agents.load(Ordering::Relaxed) >= MAX_AGENTS;
         let take = move |socket: AsyncStream, from: SocketAddr, role| match role {
-            Role::Control => {
+            LinkRole::Control => {
                 let events = events.clone();
                 tokio::spawn(async move {
-                    let _ = events.send(Event::Connected { socket, from }).await;
+                    let _ = events
+                        .send(CoordinatorEvent::Connected { socket, from })
+                        .await;
                 });
             }
-            Role::Bulk => drop(tokio::spawn(serving.clone().child(socket))),
-            Role::Status | Role::Scrub => {
-                let (event, turns): (fn(_) -> Event, _) = match role {
-                    Role::Scrub => (Event::Scrub, &scrubbing),
-                    _ => (Event::Status, &asking),
+            LinkRole::Bulk => drop(tokio::spawn(serving.clone().child(socket))),
+            LinkRole::Status | LinkRole::Scrub => {
+                let (event, turns): (fn(_) -> CoordinatorEvent, _) = match role {
+                    LinkRole::Scrub => (CoordinatorEvent::Scrub, &scrubbing),
+                    _ => (CoordinatorEvent::Status, &asking),
                 };
                 let (events, turns) = (events.clone(), turns.clone());
                 drop(tokio::spawn(answer(socket, event, events, turns)));
             }
             // Its trainer listens elsewhere.
-            Role::Collector => {}
+            LinkRole::Collector => {}
         };
         let failed = move |error: &_| remote_readers.note_failed_accept(error);
         accept_all(listener, credentials, busy, failed, take).await;
@@ -84,8 +86,8 @@ impl Listening {
 /// without an answer in time is disconnected; it can ask again.
 pub(super) async fn answer(
     mut socket: AsyncStream,
-    event: impl FnOnce(oneshot::Sender<String>) -> Event,
-    events: mpsc::Sender<Event>,
+    event: impl FnOnce(oneshot::Sender<String>) -> CoordinatorEvent,
+    events: mpsc::Sender<CoordinatorEvent>,
     asking: Arc<Semaphore>,
 ) {
     let Ok(Ok(_turn)) = tokio::time::timeout(link::HANDSHAKE, asking.acquire()).await else {
@@ -103,7 +105,7 @@ pub(super) async fn answer(
             Ok(Err(_)) => return,
             Err(_) => (NOT_YET.to_owned(), false),
         };
-        let Ok(frame) = (Status { json }).frame() else {
+        let Ok(frame) = (JsonReply { json }).frame() else {
             return;
         };
         let write = async {

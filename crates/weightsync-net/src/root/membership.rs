@@ -28,7 +28,7 @@ pub(super) const BACK: Duration = Duration::from_millis(300);
 
 /// A process of some host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Process {
+pub(crate) struct HostProcess {
     /// The same for every process of one host.
     pub(crate) host: [u8; 16],
     pub(crate) pid: u32,
@@ -50,16 +50,16 @@ pub(crate) enum LinkLoss {
 /// The memberships. `T` is the sender's record of a worker, `W` a request that waits.
 #[derive(Debug)]
 pub(crate) struct Membership<T, W> {
-    membership: BTreeMap<WorkerId, Member<T>>,
+    membership: BTreeMap<WorkerId, MembershipRecord<T>>,
     /// Until when unreachable workers may return.
     until: BTreeSet<(Duration, WorkerId)>,
     /// At most one waiting request for each membership.
-    waiting: BTreeMap<WorkerId, Waiter<W>>,
+    waiting: BTreeMap<WorkerId, MembershipWaiter<W>>,
 }
 
 /// A request that waits for a membership.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Waiter<W> {
+pub(crate) struct MembershipWaiter<W> {
     /// The agent that brings the request.
     pub(crate) agent: AgentId,
     pub(crate) who: WorkerInstance,
@@ -67,10 +67,10 @@ pub(crate) struct Waiter<W> {
 }
 
 #[derive(Debug)]
-struct Member<T> {
+struct MembershipRecord<T> {
     of: T,
     instance: u64,
-    process: Process,
+    process: HostProcess,
     /// The agent that reaches the worker; `None` while none does.
     agent: Option<AgentId>,
     /// The agent that reached it before, as long as that agent has not reported its departure.
@@ -159,34 +159,37 @@ impl<T, W> Membership<T, W> {
     }
 
     /// Makes a request wait for a membership; returns a request that this one replaces.
-    pub(crate) fn wait(&mut self, waiter: Waiter<W>) -> Option<Waiter<W>> {
+    pub(crate) fn wait(&mut self, waiter: MembershipWaiter<W>) -> Option<MembershipWaiter<W>> {
         self.waiting.insert(waiter.who.worker, waiter)
     }
 
     /// Requests to deny: the agent that reaches the membership's worker is alive.
-    pub(crate) fn take_in_vain(&mut self, agent: AgentId) -> Vec<Waiter<W>> {
+    pub(crate) fn take_in_vain(&mut self, agent: AgentId) -> Vec<MembershipWaiter<W>> {
         self.take_waiting_where(|by| by == Some(agent))
     }
 
     /// Requests to retry: no agent reaches the worker that has the membership.
-    pub(crate) fn take_retriable(&mut self) -> Vec<Waiter<W>> {
+    pub(crate) fn take_retriable(&mut self) -> Vec<MembershipWaiter<W>> {
         self.take_waiting_where(|by| by.is_none())
     }
 
     /// Requests to retry because another agent now reaches the worker.
-    pub(crate) fn take_waiting_for(&mut self, worker: WorkerId) -> Option<Waiter<W>> {
+    pub(crate) fn take_waiting_for(&mut self, worker: WorkerId) -> Option<MembershipWaiter<W>> {
         self.waiting.remove(&worker)
     }
 
-    fn take_waiting_where(&mut self, of: impl Fn(Option<AgentId>) -> bool) -> Vec<Waiter<W>> {
+    fn take_waiting_where(
+        &mut self,
+        of: impl Fn(Option<AgentId>) -> bool,
+    ) -> Vec<MembershipWaiter<W>> {
         let by = |worker: &WorkerId| self.membership.get(worker).and_then(|member| member.agent);
         let taken = self.waiting.extract_if(.., |worker, _| of(by(worker)));
         taken.map(|(_, waiter)| waiter).collect()
     }
 
     /// Gives a worker a membership.
-    pub(crate) fn put(&mut self, agent: AgentId, who: WorkerInstance, process: Process, of: T) {
-        let member = Member {
+    pub(crate) fn put(&mut self, agent: AgentId, who: WorkerInstance, process: HostProcess, of: T) {
+        let member = MembershipRecord {
             of,
             instance: who.instance,
             process,
@@ -221,7 +224,7 @@ impl<T, W> Membership<T, W> {
         now: Duration,
     ) -> LeaveOutcome<'_, T> {
         let WorkerInstance { worker, instance } = who;
-        let this = |waiter: &Waiter<W>| (waiter.agent, waiter.who) == (agent, who);
+        let this = |waiter: &MembershipWaiter<W>| (waiter.agent, waiter.who) == (agent, who);
         if self.waiting.get(&worker).is_some_and(this) {
             self.waiting.remove(&worker);
         }
@@ -256,7 +259,7 @@ impl<T, W> Membership<T, W> {
     pub(crate) fn remove_agent(
         &mut self,
         agent: AgentId,
-        process: Option<Process>,
+        process: Option<HostProcess>,
         how: LinkLoss,
         now: Duration,
     ) -> AgentDeparture<T> {
@@ -318,7 +321,9 @@ impl<T, W> Membership<T, W> {
     }
 
     /// All workers, each with its process and the agent that reaches it.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (WorkerId, Process, Option<AgentId>, &T)> {
+    pub(crate) fn iter(
+        &self,
+    ) -> impl Iterator<Item = (WorkerId, HostProcess, Option<AgentId>, &T)> {
         let membership = self.membership.iter();
         membership.map(|(worker, member)| (*worker, member.process, member.agent, &member.of))
     }

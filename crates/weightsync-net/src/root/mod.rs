@@ -25,10 +25,10 @@ use weightsync_engine::{Result, SenderStatus, Snapshot, Version, WorkerId, Worke
 use weightsync_mem::{Listener, Origin};
 
 use self::compare::{Compared, Comparing};
-use self::coordinator::{Changes, Coordinator, Event, Settings};
+use self::coordinator::{ChangedWorkers, Coordinator, CoordinatorEvent, CoordinatorSettings};
 use self::listening::Listening;
 use crate::access::Key;
-use crate::bulk::{Find, Served, Serving, Store, Threads};
+use crate::bulk::{BlockStore, Find, ServeEvent, Serving, Threads};
 use crate::error::os;
 use crate::link;
 use crate::link::Credentials;
@@ -50,7 +50,7 @@ const EVENTS: usize = 1024;
 #[derive(Debug)]
 pub(crate) struct NetSender {
     // Dropped before the segment: published versions are still sent before the segment ends.
-    server: Server,
+    server: RootServer,
     segment: Segment,
 }
 
@@ -61,7 +61,7 @@ impl NetSender {
         (local, remote): (Listener, TcpListener),
     ) -> Result<Self> {
         let segment = Segment::open(opening, local, scheme.queue.bound())?;
-        let server = Server::start(scheme, opening, &segment, remote)?;
+        let server = RootServer::start(scheme, opening, &segment, remote)?;
         Ok(Self { server, segment })
     }
 }
@@ -154,8 +154,8 @@ impl SenderTransport for NetSender {
 
 /// The thread that listens, and those that serve.
 #[derive(Debug)]
-struct Server {
-    events: mpsc::Sender<Event>,
+struct RootServer {
+    events: mpsc::Sender<CoordinatorEvent>,
     thread: Option<JoinHandle<()>>,
     /// How many agents there are.
     agents: Arc<AtomicUsize>,
@@ -163,7 +163,7 @@ struct Server {
     owner: Origin,
 }
 
-impl Server {
+impl RootServer {
     fn start(
         scheme: &Distributed,
         opening: &Opening<'_>,
@@ -175,7 +175,7 @@ impl Server {
         let found = remote_readers.clone();
         let find: Find =
             Box::new(move |Item { model, version }| found.snapshot(model, version).ok().flatten());
-        let store = Arc::new(Store::of_sender(find));
+        let store = Arc::new(BlockStore::of_sender(find));
         let children = Arc::new(Threads::default());
         let agents = Arc::<AtomicUsize>::default();
         let (events, on_event) = mpsc::channel(EVENTS);
@@ -192,7 +192,7 @@ impl Server {
         let count = settings.served.clone();
         // A sender has a version or not: it never asks another process for one.
         let notify = move |served| {
-            if let Served::Sent { bytes } = served {
+            if let ServeEvent::Sent { bytes } = served {
                 count.fetch_add(bytes, Ordering::Relaxed);
             }
         };
@@ -210,7 +210,7 @@ impl Server {
         let coordinator = Coordinator::new(
             settings,
             remote_readers,
-            Arc::new(Changes::default()),
+            Arc::new(ChangedWorkers::default()),
             events.clone(),
             agents.clone(),
         );
@@ -225,11 +225,13 @@ impl Server {
     }
 }
 
-impl Server {
+impl RootServer {
     /// What the coordinator says; `None` if it has ended, or does not answer at once.
     fn status(&self) -> Option<SenderStatus> {
         let (answer, mut answered) = oneshot::channel();
-        self.events.try_send(Event::Status(answer)).ok()?;
+        self.events
+            .try_send(CoordinatorEvent::Status(answer))
+            .ok()?;
         let until = Instant::now() + STATUS_WITHIN;
         // Not a blocking receive: that panics in a thread of an async runtime.
         loop {
@@ -249,10 +251,10 @@ fn settings(
     scheme: &Distributed,
     opening: &Opening<'_>,
     run: Run,
-    (store, threads): (&Arc<Store>, &Arc<Threads>),
-) -> Result<Settings> {
+    (store, threads): (&Arc<BlockStore>, &Arc<Threads>),
+) -> Result<CoordinatorSettings> {
     let models = opening.models.iter();
-    Ok(Settings {
+    Ok(CoordinatorSettings {
         welcome: Welcome {
             run,
             agent: 0,
@@ -278,7 +280,7 @@ fn run(
     listener: TcpListener,
     listening: Listening,
     coordinator: Coordinator,
-    on_event: mpsc::Receiver<Event>,
+    on_event: mpsc::Receiver<CoordinatorEvent>,
 ) -> Result<JoinHandle<()>> {
     let runtime =
         runtime("weightsync-link").map_err(os("starting the sender's network threads"))?;
@@ -303,7 +305,7 @@ fn run(
         .map_err(os("starting the sender's network thread"))
 }
 
-impl Drop for Server {
+impl Drop for RootServer {
     fn drop(&mut self) {
         if !self.owner.is_here() {
             // In a forked child the threads do not exist: they belong to the parent.
@@ -313,7 +315,7 @@ impl Drop for Server {
             return;
         }
         // A coordinator that has ended receives nothing.
-        let _ = self.events.blocking_send(Event::Stop);
+        let _ = self.events.blocking_send(CoordinatorEvent::Stop);
         if let Some(thread) = self.thread.take() {
             // The panic hook has already reported a panic there.
             let _ = thread.join();

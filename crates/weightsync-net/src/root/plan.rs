@@ -21,7 +21,7 @@ use weightsync_mem::{Departure, WorkerInstance};
 
 pub(crate) use self::agents::AgentRecord;
 pub(crate) use self::workers::{Mailbox, WorkerRecord};
-use super::membership::{LinkLoss, Membership, Process, Waiter};
+use super::membership::{HostProcess, LinkLoss, Membership, MembershipWaiter};
 use super::recent::Recent;
 use super::scrub::{Round, Scrubs};
 use super::topology::{AgentId, LeftParent, Topology};
@@ -43,7 +43,7 @@ pub(crate) enum RootInput {
         reason: String,
     },
     /// The segment has admitted a worker.
-    Admitted(Waiter<WorkerJoin>),
+    Admitted(MembershipWaiter<WorkerJoin>),
     /// The mailboxes of these workers may have changed.
     Changed(BTreeSet<WorkerId>),
     /// The content of mailboxes, and the newest set that was sent to all workers with the last
@@ -91,7 +91,7 @@ pub(crate) enum RootEffect {
     /// Note the speed of the slowest link, in bytes a second.
     NoteRate(u64),
     /// Ask the segment to admit a worker: [`RootInput::Admitted`] follows, or a denial is sent.
-    Admit(Waiter<WorkerJoin>),
+    Admit(MembershipWaiter<WorkerJoin>),
     /// Hand out a worker's queue from its beginning again.
     StartOver(WorkerId),
     /// Report a worker's progress to the segment.
@@ -115,7 +115,7 @@ pub(crate) enum RootEffect {
     AnswerScrub {
         client: u64,
         same: usize,
-        others: Vec<scrub::Check>,
+        others: Vec<scrub::ScrubCheck>,
     },
 }
 
@@ -232,9 +232,9 @@ impl RootPlan {
             } => {
                 // Versions of another run have other bytes, whatever their numbers.
                 let holds = if run == Some(self.run) { holds } else { vec![] };
-                self.introduce(agent, (name, Process { host, pid }), bulk, seen, holds);
+                self.introduce(agent, (name, HostProcess { host, pid }), bulk, seen, holds);
             }
-            ToRoot::Join(asks) => self.join(Waiter {
+            ToRoot::Join(asks) => self.join(MembershipWaiter {
                 agent,
                 who: asks.who,
                 asks,

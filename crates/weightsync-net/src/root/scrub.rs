@@ -11,7 +11,7 @@ use weightsync_core::digest::Digest;
 
 use super::topology::AgentId;
 use crate::relay::Item;
-use crate::scrub::Check;
+use crate::scrub::ScrubCheck;
 
 /// The sender's own memory, among the holders of a version.
 pub(super) const OWN: AgentId = 0;
@@ -34,11 +34,11 @@ pub(super) struct Scrubs {
 pub(super) struct Checked {
     pub(super) item: Item,
     pub(super) agent: AgentId,
-    pub(super) verdict: Verdict,
+    pub(super) verdict: CopyVerdict,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum CopyVerdict {
     Same,
     Differs {
         expected: Digest,
@@ -54,7 +54,7 @@ pub(super) enum Verdict {
 
 /// The requests that follow from a question.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Asks {
+pub(super) struct ScrubRequests {
     /// Which agents must report the digest of which version.
     pub(super) agents: Vec<(Item, AgentId)>,
     /// Versions whose digest the sender must compute.
@@ -63,8 +63,11 @@ pub(super) struct Asks {
 
 impl Scrubs {
     /// Starts these comparisons. An agent that was already asked is not asked again.
-    pub(super) fn ask(&mut self, pairs: impl IntoIterator<Item = (Item, AgentId)>) -> Asks {
-        let mut asks = Asks::default();
+    pub(super) fn ask(
+        &mut self,
+        pairs: impl IntoIterator<Item = (Item, AgentId)>,
+    ) -> ScrubRequests {
+        let mut asks = ScrubRequests::default();
         for (item, agent) in pairs {
             if self.asked.contains_key(&(item, agent)) {
                 continue;
@@ -96,7 +99,7 @@ impl Scrubs {
             self.forget(before);
         }
         let late = late.into_iter();
-        let late = late.map(|(item, agent)| self.end(item, agent, Verdict::Replaced));
+        let late = late.map(|(item, agent)| self.end(item, agent, CopyVerdict::Replaced));
         let late = late.collect();
         (self.finding.insert(item), late)
     }
@@ -115,7 +118,7 @@ impl Scrubs {
     ) -> Option<Checked> {
         let known = self.asked.get_mut(&(item, agent))?;
         let verdict = match (self.expected.get(&item), digest) {
-            (_, None) => Verdict::Replaced,
+            (_, None) => CopyVerdict::Replaced,
             (Some(expected), Some(got)) => compare(*expected, got),
             (None, got) => {
                 *known = got;
@@ -143,11 +146,11 @@ impl Scrubs {
         let all = self.asked.range((item, OWN)..=(item, AgentId::MAX));
         let known = all.filter_map(|(&(_, agent), found)| {
             let verdict = match (then.or(now), *found) {
-                (None, _) => Verdict::Replaced,
+                (None, _) => CopyVerdict::Replaced,
                 (Some(_), _) if agent == OWN => match (then, now) {
                     (Some(then), Some(now)) => compare(then, now),
-                    (None, Some(_)) => Verdict::Unknown,
-                    (_, None) => Verdict::Replaced,
+                    (None, Some(_)) => CopyVerdict::Unknown,
+                    (_, None) => CopyVerdict::Replaced,
                 },
                 (Some(expected), Some(got)) => compare(expected, got),
                 (Some(_), None) => return None,
@@ -168,11 +171,11 @@ impl Scrubs {
         let items: Vec<Item> = asked.map(|(item, _)| *item).collect();
         let items = items.into_iter();
         items
-            .map(|item| self.end(item, agent, Verdict::Gone))
+            .map(|item| self.end(item, agent, CopyVerdict::Gone))
             .collect()
     }
 
-    fn end(&mut self, item: Item, agent: AgentId, verdict: Verdict) -> Checked {
+    fn end(&mut self, item: Item, agent: AgentId, verdict: CopyVerdict) -> Checked {
         self.asked.remove(&(item, agent));
         self.forget(item);
         Checked {
@@ -191,10 +194,10 @@ impl Scrubs {
     }
 }
 
-fn compare(expected: Digest, got: Digest) -> Verdict {
+fn compare(expected: Digest, got: Digest) -> CopyVerdict {
     match expected == got {
-        true => Verdict::Same,
-        false => Verdict::Differs { expected, got },
+        true => CopyVerdict::Same,
+        false => CopyVerdict::Differs { expected, got },
     }
 }
 
@@ -206,7 +209,7 @@ pub(super) struct Round<A> {
     /// How many comparisons matched.
     pub(super) same: usize,
     /// The other results, for the answer.
-    pub(super) others: Vec<Check>,
+    pub(super) others: Vec<ScrubCheck>,
 }
 
 impl<A> Round<A> {
@@ -220,13 +223,13 @@ impl<A> Round<A> {
     }
 
     /// Notes a result that the client waited for.
-    pub(super) fn note(&mut self, checked: &Checked, note: impl FnOnce() -> Check) {
+    pub(super) fn note(&mut self, checked: &Checked, note: impl FnOnce() -> ScrubCheck) {
         if !self.waits.remove(&(checked.item, checked.agent)) {
             return;
         }
         match checked.verdict {
-            Verdict::Same => self.same += 1,
-            Verdict::Unknown => {}
+            CopyVerdict::Same => self.same += 1,
+            CopyVerdict::Unknown => {}
             _ => self.others.push(note()),
         }
     }

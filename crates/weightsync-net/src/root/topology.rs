@@ -57,7 +57,7 @@ pub(crate) struct Topology {
     arity: usize,
     /// The agents that serve.
     order: Vec<AgentId>,
-    agents: BTreeMap<AgentId, Agent>,
+    agents: BTreeMap<AgentId, AgentNode>,
     /// The settled speeds of the agents in the order.
     speeds: BTreeSet<Rank>,
     /// The mean speeds of the other agents.
@@ -73,14 +73,14 @@ type Rank = (u64, AgentId);
 
 /// Where an agent serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Endpoint {
+pub(crate) struct AgentEndpoint {
     /// As the sender sees it.
     pub(crate) address: SocketAddr,
     /// The same for every process of one host.
     pub(crate) host: [u8; 16],
 }
 
-impl Endpoint {
+impl AgentEndpoint {
     /// Whether another host can reach this address. A loopback address means the machine that uses
     /// it.
     fn is_found_by(&self, host: [u8; 16]) -> bool {
@@ -89,9 +89,9 @@ impl Endpoint {
 }
 
 #[derive(Debug)]
-struct Agent {
+struct AgentNode {
     /// Where the agent serves, if it does.
-    endpoint: Option<Endpoint>,
+    endpoint: Option<AgentEndpoint>,
     speed: Option<Speed>,
     /// The parent that was last announced to the agent.
     parent: Option<AgentId>,
@@ -170,7 +170,7 @@ struct Failed {
     pause: Duration,
 }
 
-impl Agent {
+impl AgentNode {
     fn avoids(&self, parent: AgentId) -> bool {
         self.failed.get(&parent).is_some_and(|one| one.avoided)
     }
@@ -246,8 +246,12 @@ impl Topology {
     }
 
     /// Adds an agent at the end of the order.
-    pub(crate) fn join(&mut self, agent: AgentId, endpoint: Option<Endpoint>) -> Vec<Assigned> {
-        let fresh = Agent {
+    pub(crate) fn join(
+        &mut self,
+        agent: AgentId,
+        endpoint: Option<AgentEndpoint>,
+    ) -> Vec<Assigned> {
+        let fresh = AgentNode {
             endpoint,
             speed: None,
             parent: None,
@@ -433,7 +437,7 @@ impl Topology {
     /// Whether an agent may be faster than its measurements: all of them came through parents as
     /// slow as itself. One such agent after the other gets a trial.
     fn may_be_held_up(&self, agent: AgentId) -> bool {
-        let unknown = |one: &&Agent| !one.by_sender && self.tried.is_none();
+        let unknown = |one: &&AgentNode| !one.by_sender && self.tried.is_none();
         let Some(one) = self.agents.get(&agent).filter(unknown) else {
             return false;
         };
@@ -442,7 +446,7 @@ impl Topology {
         };
         // An agent much faster than its parent would have shown it.
         let as_slow = |parent: f64| parent <= speed * SLOW;
-        let by = self.agents.get(&by).and_then(Agent::settled);
+        let by = self.agents.get(&by).and_then(AgentNode::settled);
         by.is_some_and(|(parent, _)| as_slow(parent))
     }
 
@@ -568,7 +572,7 @@ impl Topology {
     fn assign(&mut self) -> Vec<Assigned> {
         let mut assigned = Vec::new();
         // The agents that serve, in order, each with its number of children and its address.
-        let mut serving: Vec<(AgentId, usize, Option<Endpoint>)> = vec![(0, 0, None)];
+        let mut serving: Vec<(AgentId, usize, Option<AgentEndpoint>)> = vec![(0, 0, None)];
         // How many of the first agents have no room for a child.
         let mut full = 0;
         for agent in &self.order {
@@ -584,11 +588,12 @@ impl Topology {
                 full += 1;
             }
             // The first parent with room; in a chain that is the agent before.
-            let fits = |(parent, below, endpoint): &&mut (AgentId, usize, Option<Endpoint>)| {
-                *below < self.arity
-                    && !one.avoids(*parent)
-                    && endpoint.is_none_or(|endpoint| endpoint.is_found_by(own.host))
-            };
+            let fits =
+                |(parent, below, endpoint): &&mut (AgentId, usize, Option<AgentEndpoint>)| {
+                    *below < self.arity
+                        && !one.avoids(*parent)
+                        && endpoint.is_none_or(|endpoint| endpoint.is_found_by(own.host))
+                };
             let (parent, endpoint) = match serving[full..].iter_mut().find(fits) {
                 Some((parent, below, endpoint)) => {
                     *below += 1;

@@ -9,7 +9,7 @@ use super::clock::MS;
 use super::network::Node;
 use super::{Event, World, sender};
 use crate::relay::Item;
-use crate::relay::plan::{Input, Plan};
+use crate::relay::plan::{PlanInput, RelayPlan};
 use crate::root::topology::AgentId;
 use crate::wire::message::{FromRoot, ToRoot, WorkerJoin, WorkerProgress};
 
@@ -17,7 +17,7 @@ use crate::wire::message::{FromRoot, ToRoot, WorkerJoin, WorkerProgress};
 pub(super) struct Agent {
     /// The number of this agent of its machine, from 1.
     pub(super) life: u64,
-    pub(super) plan: Plan,
+    pub(super) plan: RelayPlan,
     /// Whether others can fetch from it.
     serves: bool,
     /// Whether it is the process of its only worker.
@@ -84,7 +84,7 @@ impl World {
         let (life, serves, own) = (host.lives, host.serves, host.own);
         host.agent = Some(Agent {
             life,
-            plan: Plan::new(),
+            plan: RelayPlan::new(),
             serves,
             own,
             link: None,
@@ -175,7 +175,7 @@ impl World {
                     && agent.workers.insert(who.worker, (who, delivery)).is_none()
                 {
                     self.disturb();
-                    self.step(node, vec![Input::Joined { who, delivery }]);
+                    self.step(node, vec![PlanInput::Joined { who, delivery }]);
                 }
             }
             FromRoot::Denied { ticket, .. } => {
@@ -194,7 +194,7 @@ impl World {
                 workers,
             } => {
                 let known = workers.iter().filter_map(|one| agent.workers.get(one));
-                let inputs = known.map(|(who, _)| Input::Notified {
+                let inputs = known.map(|(who, _)| PlanInput::Notified {
                     who: *who,
                     sequence,
                     set: set.clone(),
@@ -259,7 +259,7 @@ impl World {
             agent.workers.remove(&who.worker);
         }
         self.send(node, ToRoot::Gone { who, died });
-        self.step(node, vec![Input::Left { who }, Input::MayHaveRoom]);
+        self.step(node, vec![PlanInput::Left { who }, PlanInput::MayHaveRoom]);
     }
 
     fn follow(&mut self, node: Node, parent: Parent) {
@@ -280,7 +280,7 @@ impl World {
                 })
                 .collect();
             for (item, number) in firsts {
-                inputs.push(Input::FromSender { item });
+                inputs.push(PlanInput::FromSender { item });
                 if let Some(transfer) = self.transfers.get_mut(&number) {
                     transfer.instead = true;
                 }
@@ -290,7 +290,7 @@ impl World {
         let agent = self.agent_of(node);
         agent.parent = Some(parent);
         agent.complain = None;
-        inputs.extend([Input::NoParent, Input::Parent]);
+        inputs.extend([PlanInput::NoParent, PlanInput::Parent]);
         self.step(node, inputs);
     }
 }

@@ -8,7 +8,7 @@ use super::perform::FetchEnd;
 use super::{Event, World};
 use crate::bulk::Transferred;
 use crate::relay::Item;
-use crate::relay::plan::Input;
+use crate::relay::plan::PlanInput;
 
 /// As large as a block on the wire.
 pub(super) const BLOCK: u64 = 1 << 20;
@@ -152,7 +152,7 @@ impl World {
         }
         self.clock.after(PATIENCE, Event::Patience { number });
         if parent.node != 0 {
-            self.step(parent.node, vec![Input::Wanted { item }]);
+            self.step(parent.node, vec![PlanInput::Wanted { item }]);
         }
         self.pump(number);
     }
@@ -289,7 +289,7 @@ impl World {
     /// A parent has ended a fetch.
     fn served(&mut self, item: Item, parent: Parent) {
         if parent.node != 0 && self.agent(parent.node, parent.life).is_some() {
-            self.step(parent.node, vec![Input::Unwanted { item }]);
+            self.step(parent.node, vec![PlanInput::Unwanted { item }]);
         }
     }
 

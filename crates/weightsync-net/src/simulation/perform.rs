@@ -6,7 +6,7 @@ use super::network::Node;
 use super::{Event, World};
 use crate::bulk::Transferred;
 use crate::relay::Item;
-use crate::relay::plan::{Effect, Input};
+use crate::relay::plan::{PlanEffect, PlanInput};
 use crate::wire::message::ToRoot;
 
 /// How a fetch has ended for its child.
@@ -18,7 +18,7 @@ pub(super) enum FetchEnd {
 }
 
 impl World {
-    pub(super) fn step(&mut self, node: Node, inputs: Vec<Input>) {
+    pub(super) fn step(&mut self, node: Node, inputs: Vec<PlanInput>) {
         let mut effects = self.agent_of(node).plan.step(inputs);
         let mut more = Vec::new();
         while !effects.is_empty() {
@@ -32,22 +32,22 @@ impl World {
         }
     }
 
-    fn perform(&mut self, node: Node, effect: Effect) -> Option<Input> {
+    fn perform(&mut self, node: Node, effect: PlanEffect) -> Option<PlanInput> {
         match effect {
-            Effect::Notify { who, sequence, set } => {
+            PlanEffect::Notify { who, sequence, set } => {
                 let agent = self.agent_of(node);
                 let whole = set.iter().all(|item| agent.whole.contains(item));
                 assert!(whole, "{who:?} is told {set:?}, which is not whole");
                 self.notified(node, who, sequence);
             }
             // No worker asks questions here.
-            Effect::Answer { .. } => {}
-            Effect::Fetch { item, sender } => return self.begin(node, item, sender),
-            Effect::Stop { item } => {
+            PlanEffect::Answer { .. } => {}
+            PlanEffect::Fetch { item, sender } => return self.begin(node, item, sender),
+            PlanEffect::Stop { item } => {
                 assert!(self.agent_of(node).fetching.contains_key(&item));
                 self.stop_fetch(node, item);
             }
-            Effect::Release { item } => {
+            PlanEffect::Release { item } => {
                 let agent = self.agent_of(node);
                 agent.coming.remove(&item);
                 if agent.whole.remove(&item) {
@@ -55,12 +55,12 @@ impl World {
                 }
                 self.revoke(node, item);
             }
-            Effect::Refuse { item } => self.refuse(node, item),
+            PlanEffect::Refuse { item } => self.refuse(node, item),
         }
         None
     }
 
-    fn begin(&mut self, node: Node, item: Item, sender: bool) -> Option<Input> {
+    fn begin(&mut self, node: Node, item: Item, sender: bool) -> Option<PlanInput> {
         let no_room = self.dice.percent(self.options.no_room);
         let agent = self.agent_of(node);
         let parent = match sender {
@@ -68,12 +68,12 @@ impl World {
             false => agent.parent,
         };
         let Some(parent) = parent else {
-            return Some(Input::NoParent);
+            return Some(PlanInput::NoParent);
         };
         let life = agent.life;
         if no_room && !agent.coming.contains_key(&item) {
             self.clock.after(20 * MS, Event::Room { node, life });
-            return Some(Input::NoRoom { item });
+            return Some(PlanInput::NoRoom { item });
         }
         let known = agent.coming.contains_key(&item);
         agent.coming.entry(item).or_insert(0);
@@ -103,11 +103,11 @@ impl World {
                     },
                 );
                 self.send_holds(node, vec![item], Vec::new());
-                self.step(node, vec![Input::Whole { item }]);
+                self.step(node, vec![PlanInput::Whole { item }]);
             }
             FetchEnd::NotThere => {
                 let sender = parent.agent == 0;
-                self.step(node, vec![Input::NotThere { item, sender }]);
+                self.step(node, vec![PlanInput::NotThere { item, sender }]);
             }
             FetchEnd::Broken => {
                 let pause = match agent.failures {
@@ -125,7 +125,7 @@ impl World {
                     .after(pause, Event::Complain { node, life, number });
                 self.disturb();
                 self.counts.broken += self.leave_parent(node);
-                self.step(node, vec![Input::Broken { item }, Input::NoParent]);
+                self.step(node, vec![PlanInput::Broken { item }, PlanInput::NoParent]);
             }
         }
     }

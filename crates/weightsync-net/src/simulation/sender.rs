@@ -13,7 +13,7 @@ use super::clock::{MS, SECOND, Time};
 use super::network::Node;
 use super::{Event, World};
 use crate::relay::Item;
-use crate::root::membership::Waiter;
+use crate::root::membership::MembershipWaiter;
 use crate::root::plan::{Mailbox, RootEffect, RootInput, RootPlan};
 use crate::root::topology::AgentId;
 use crate::wire::message::{Delivery, FromRoot, Welcome, WorkerJoin};
@@ -263,7 +263,7 @@ impl World {
     }
 
     /// The segment admits a worker, unless it has one of this number.
-    fn admit(&mut self, joiner: Waiter<WorkerJoin>) -> Option<RootInput> {
+    fn admit(&mut self, joiner: MembershipWaiter<WorkerJoin>) -> Option<RootInput> {
         if self.sender.readers.contains_key(&joiner.who.worker) {
             let denied = FromRoot::Denied {
                 ticket: joiner.asks.ticket,

@@ -12,11 +12,11 @@ use rcgen::{
 use rustls::pki_types::ServerName;
 use time::{Duration, OffsetDateTime};
 
-use super::{Part, TlsError};
+use super::{CertificateRole, TlsError};
 
 /// What to make.
 #[derive(Clone, Debug)]
-pub struct Request {
+pub struct CertificateRequest {
     /// The folder, which must not have any of the files.
     pub out: PathBuf,
     /// The names and addresses at which ends are connected to.
@@ -27,7 +27,7 @@ pub struct Request {
 
 /// What was made.
 #[derive(Clone, Debug)]
-pub struct Made {
+pub struct MadeFiles {
     /// The authority's certificate, then that of each part.
     pub files: Vec<PathBuf>,
 }
@@ -41,13 +41,16 @@ pub struct Made {
 /// # Errors
 ///
 /// [`TlsError::Make`], for a host that is no name and no address, and a file that is there already.
-pub fn make(request: &Request) -> Result<Made, TlsError> {
+pub fn make(request: &CertificateRequest) -> Result<MadeFiles, TlsError> {
     make_at(request, OffsetDateTime::now_utc())
 }
 
 /// The same at another time.
-pub(super) fn make_at(request: &Request, begin: OffsetDateTime) -> Result<Made, TlsError> {
-    let Request { out, hosts, days } = request;
+pub(super) fn make_at(
+    request: &CertificateRequest,
+    begin: OffsetDateTime,
+) -> Result<MadeFiles, TlsError> {
+    let CertificateRequest { out, hosts, days } = request;
     if hosts.is_empty() {
         return Err(failed("name the hosts that ends are connected to"));
     }
@@ -59,7 +62,11 @@ pub(super) fn make_at(request: &Request, begin: OffsetDateTime) -> Result<Made, 
             "--hosts: {wrong:?} is no name and no address of a host"
         )));
     }
-    let of_part = |host: &&String| Part::ALL.iter().any(|part| part.name() == **host);
+    let of_part = |host: &&String| {
+        CertificateRole::ALL
+            .iter()
+            .any(|part| part.name() == **host)
+    };
     if let Some(wrong) = hosts.iter().find(of_part) {
         return Err(failed(format!(
             "--hosts: {wrong:?} says what an end is, and no host can have this name"
@@ -81,10 +88,10 @@ pub(super) fn make_at(request: &Request, begin: OffsetDateTime) -> Result<Made, 
         CertifiedIssuer::self_signed(authority, key).map_err(|error| failed(error.to_string()))?;
 
     let mut made = vec![("ca.pem".to_owned(), authority.pem(), 0o644)];
-    for part in Part::ALL {
+    for part in CertificateRole::ALL {
         let mut names = vec![part.name().to_owned()];
         // Only the trainer is checked by where it is.
-        if part == Part::Trainer {
+        if part == CertificateRole::Trainer {
             names.extend(hosts.iter().cloned());
         }
         let params = CertificateParams::new(names);
@@ -104,7 +111,7 @@ pub(super) fn make_at(request: &Request, begin: OffsetDateTime) -> Result<Made, 
         let text = format!("{}{}{}", signed.pem(), key.serialize_pem(), authority.pem());
         made.push((format!("{part}.pem"), text, 0o600));
     }
-    write(out, &made).map(|files| Made { files })
+    write(out, &made).map(|files| MadeFiles { files })
 }
 
 fn named(name: &str) -> DistinguishedName {

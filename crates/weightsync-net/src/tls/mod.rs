@@ -2,7 +2,7 @@
 //!
 //! Both ends of an encrypted link have a certificate of one private authority (mutual TLS 1.3). The
 //! token stays as a second factor: the handshake of the link runs inside. A certificate also names
-//! what its owner is ([`Part`]), so that a worker cannot pose as the trainer.
+//! what its owner is ([`CertificateRole`]), so that a worker cannot pose as the trainer.
 
 mod expiry;
 mod make;
@@ -24,7 +24,7 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
-pub use self::make::{Made, Request, make};
+pub use self::make::{CertificateRequest, MadeFiles, make};
 pub use self::verify::explain;
 use self::verify::{FromPart, OfPart};
 use crate::access::open_file;
@@ -42,7 +42,7 @@ const LONGEST: u64 = 1 << 20;
 
 /// What the owner of a certificate is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Part {
+pub enum CertificateRole {
     /// The trainer, which workers connect to.
     Trainer,
     /// A relay of a host.
@@ -51,7 +51,7 @@ pub enum Part {
     Worker,
 }
 
-impl Part {
+impl CertificateRole {
     /// All of them.
     pub const ALL: [Self; 3] = [Self::Trainer, Self::Relay, Self::Worker];
 
@@ -83,7 +83,7 @@ impl Part {
     }
 }
 
-impl fmt::Display for Part {
+impl fmt::Display for CertificateRole {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.word())
     }
@@ -92,17 +92,17 @@ impl fmt::Display for Part {
 /// The certificate of this end, its key, and the authority that it trusts. They are read again for
 /// the next link when the files change.
 #[derive(Clone)]
-pub struct Tls(Arc<Shared>);
+pub struct Tls(Arc<Identity>);
 
-struct Shared {
+struct Identity {
     path: PathBuf,
-    part: Part,
-    loaded: Mutex<Loaded>,
+    part: CertificateRole,
+    loaded: Mutex<TlsConfigs>,
     on_loopback: bool,
 }
 
 #[derive(Clone)]
-struct Loaded {
+struct TlsConfigs {
     stamps: Vec<Stamp>,
     /// Of those who connect it asks a certificate.
     server: Arc<ServerConfig>,
@@ -126,7 +126,7 @@ struct Stamp {
 
 /// What a connection is made to, which decides what its certificate must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Peer<'a> {
+pub enum TlsPeer<'a> {
     /// The trainer, by the host's name or address that the user knows.
     Trainer(&'a str),
     /// The trainer, by an address that it has told.
@@ -139,7 +139,7 @@ pub enum Peer<'a> {
 
 /// What the end that listens asks of those who connect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Asks {
+pub enum ClientAuth {
     /// A certificate of its own authority.
     Certificate,
     /// The same, and it must be the trainer's: a worker is called by nobody else.
@@ -159,10 +159,10 @@ impl Tls {
     /// # Errors
     ///
     /// [`TlsError`], if a file is missing, open to other users, or no such certificate.
-    pub fn read(path: impl Into<PathBuf>, part: Part) -> Result<Self, TlsError> {
+    pub fn read(path: impl Into<PathBuf>, part: CertificateRole) -> Result<Self, TlsError> {
         let path = path.into();
-        let loaded = Loaded::read(&path, part)?;
-        Ok(Self(Arc::new(Shared {
+        let loaded = TlsConfigs::read(&path, part)?;
+        Ok(Self(Arc::new(Identity {
             path,
             part,
             loaded: Mutex::new(loaded),
@@ -180,7 +180,7 @@ impl Tls {
             return self;
         }
         let loaded = self.loaded();
-        Self(Arc::new(Shared {
+        Self(Arc::new(Identity {
             path: self.0.path.clone(),
             part: self.0.part,
             loaded: Mutex::new(loaded),
@@ -204,10 +204,10 @@ impl Tls {
     }
 
     /// A session of the end that connects.
-    pub(crate) fn dial(&self, peer: Peer<'_>) -> io::Result<session::Session> {
+    pub(crate) fn dial(&self, peer: TlsPeer<'_>) -> io::Result<session::TlsSession> {
         let [to_trainer, to_sender, to_relay, to_worker] = self.current().to;
         let (config, name) = match peer {
-            Peer::Trainer(host) => {
+            TlsPeer::Trainer(host) => {
                 let name = ServerName::try_from(host.to_owned()).map_err(|_| {
                     let what = format!(
                         "no certificate can be for {host:?}: connect by a name or an address"
@@ -217,22 +217,22 @@ impl Tls {
                 })?;
                 (to_trainer, name)
             }
-            Peer::Sender(address) => (to_sender, ServerName::from(address)),
-            Peer::Relay(address) => (to_relay, ServerName::from(address)),
-            Peer::Worker(address) => (to_worker, ServerName::from(address)),
+            TlsPeer::Sender(address) => (to_sender, ServerName::from(address)),
+            TlsPeer::Relay(address) => (to_relay, ServerName::from(address)),
+            TlsPeer::Worker(address) => (to_worker, ServerName::from(address)),
         };
-        session::Session::client(config, name).map_err(session::failed)
+        session::TlsSession::client(config, name).map_err(session::failed)
     }
 
     /// A session of the end that listens.
-    pub(crate) fn accept(&self, asks: Asks) -> io::Result<session::Session> {
+    pub(crate) fn accept(&self, asks: ClientAuth) -> io::Result<session::TlsSession> {
         let loaded = self.current();
         let config = match asks {
-            Asks::Certificate => loaded.server,
-            Asks::Trainer => loaded.called,
-            Asks::IfAny => loaded.open,
+            ClientAuth::Certificate => loaded.server,
+            ClientAuth::Trainer => loaded.called,
+            ClientAuth::IfAny => loaded.open,
         };
-        session::Session::server(config).map_err(session::failed)
+        session::TlsSession::server(config).map_err(session::failed)
     }
 
     /// Says from time to time that the certificate expires, until it is dropped.
@@ -243,18 +243,18 @@ impl Tls {
         }
     }
 
-    fn loaded(&self) -> Loaded {
+    fn loaded(&self) -> TlsConfigs {
         // It is replaced as a whole.
         let loaded = self.0.loaded.lock();
         loaded.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// What the files have now. Files that cannot be used leave what was read before.
-    fn current(&self) -> Loaded {
+    fn current(&self) -> TlsConfigs {
         let mut loaded = self.0.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         let before = stamps(&loaded.paths());
         if before != loaded.stamps {
-            match Loaded::read(&self.0.path, self.0.part) {
+            match TlsConfigs::read(&self.0.path, self.0.part) {
                 Ok(new) => {
                     tracing::info!(
                         "the certificate in {} was read again",
@@ -292,9 +292,9 @@ impl fmt::Debug for Tls {
     }
 }
 
-impl Loaded {
-    fn read(path: &Path, part: Part) -> Result<Self, TlsError> {
-        let files = Files::find(path, part)?;
+impl TlsConfigs {
+    fn read(path: &Path, part: CertificateRole) -> Result<Self, TlsError> {
+        let files = CertificateFiles::find(path, part)?;
         let paths = files.paths();
         let stamps = stamps(&paths);
         let (chain, key, authority) = files.read()?;
@@ -326,7 +326,7 @@ impl Loaded {
             server.send_tls13_tickets = 0;
             Ok(Arc::new(server))
         };
-        let client = |parts: &'static [Part], by_host: bool| -> Result<_, TlsError> {
+        let client = |parts: &'static [CertificateRole], by_host: bool| -> Result<_, TlsError> {
             let verifier = OfPart::new(roots.clone(), provider.clone(), (parts, by_host))
                 .map_err(|error| invalid(error.to_string()))?;
             let mut client = ClientConfig::builder_with_provider(provider.clone())
@@ -341,14 +341,17 @@ impl Loaded {
         };
         Ok(Self {
             stamps,
-            called: server(Arc::new(FromPart::new(clients.clone(), Part::Trainer)))?,
+            called: server(Arc::new(FromPart::new(
+                clients.clone(),
+                CertificateRole::Trainer,
+            )))?,
             server: server(clients)?,
             open: server(anybody)?,
             to: [
-                client(&[Part::Trainer], true)?,
-                client(&[Part::Trainer], false)?,
-                client(&[Part::Relay], false)?,
-                client(Part::Worker.files(), false)?,
+                client(&[CertificateRole::Trainer], true)?,
+                client(&[CertificateRole::Trainer], false)?,
+                client(&[CertificateRole::Relay], false)?,
+                client(CertificateRole::Worker.files(), false)?,
             ],
             expires,
         })
@@ -377,7 +380,7 @@ fn provider() -> Arc<CryptoProvider> {
 }
 
 /// Where the certificates of an end are.
-enum Files {
+enum CertificateFiles {
     /// All in one.
     Bundle(PathBuf),
     /// A certificate, its key, and the authority's certificate.
@@ -390,8 +393,8 @@ type Read3 = (
     Vec<CertificateDer<'static>>,
 );
 
-impl Files {
-    fn find(path: &Path, part: Part) -> Result<Self, TlsError> {
+impl CertificateFiles {
+    fn find(path: &Path, part: CertificateRole) -> Result<Self, TlsError> {
         if !path.is_dir() {
             return Ok(Self::Bundle(path.into()));
         }
@@ -514,7 +517,7 @@ pub enum TlsError {
         /// The folder.
         path: PathBuf,
         /// The part.
-        part: Part,
+        part: CertificateRole,
     },
     /// A file that cannot be read.
     #[error("reading the certificate in {} failed: {source}", path.display())]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
 
-use super::{Part, verify};
+use super::{CertificateRole, verify};
 use crate::wire::hello::HelloError;
 
 /// Bytes that are read, or encrypted, at once where a version travels: so many that few calls move
@@ -17,7 +17,7 @@ pub(crate) const AT_ONCE: usize = 256 << 10;
 pub(crate) const OF_MESSAGES: usize = 16 << 10;
 
 /// One end of a connection.
-pub(crate) struct Session {
+pub(crate) struct TlsSession {
     connection: Connection,
     /// Why it has failed: nothing that comes after that is believed.
     failed: Option<rustls::Error>,
@@ -35,7 +35,7 @@ pub(crate) enum Handshake {
     Reads,
 }
 
-impl Session {
+impl TlsSession {
     pub(crate) fn client(
         config: Arc<ClientConfig>,
         name: ServerName<'static>,
@@ -65,7 +65,10 @@ impl Session {
 
     /// Goes on with the handshake. There may be something to send, also after an error: it tells the
     /// peer why.
-    pub(crate) fn shake(&mut self, incoming: &mut Incoming) -> Result<Handshake, rustls::Error> {
+    pub(crate) fn shake(
+        &mut self,
+        incoming: &mut IncomingBytes,
+    ) -> Result<Handshake, rustls::Error> {
         loop {
             self.gather();
             if !self.connection.is_handshaking() {
@@ -83,7 +86,7 @@ impl Session {
     pub(crate) fn read(
         &mut self,
         buffer: &mut [u8],
-        incoming: &mut Incoming,
+        incoming: &mut IncomingBytes,
     ) -> Result<Option<usize>, rustls::Error> {
         loop {
             // An error here says that there is nothing to read yet.
@@ -99,7 +102,7 @@ impl Session {
     }
 
     /// What the peer is, by the certificate that it has shown.
-    pub(crate) fn part(&self) -> Option<Part> {
+    pub(crate) fn part(&self) -> Option<CertificateRole> {
         let shown = self.connection.peer_certificates()?;
         verify::part_of(shown.first()?)
     }
@@ -119,7 +122,7 @@ impl Session {
         }
     }
 
-    fn take_in(&mut self, incoming: &mut Incoming) -> Result<(), rustls::Error> {
+    fn take_in(&mut self, incoming: &mut IncomingBytes) -> Result<(), rustls::Error> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
@@ -148,9 +151,9 @@ impl Session {
     }
 }
 
-impl std::fmt::Debug for Session {
+impl std::fmt::Debug for TlsSession {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Session")
+        f.write_str("TlsSession")
     }
 }
 
@@ -173,13 +176,13 @@ pub(crate) fn broken(error: rustls::Error) -> io::Error {
 
 /// Bytes of the peer that wait to be used.
 #[derive(Debug, Default)]
-pub(crate) struct Incoming {
+pub(crate) struct IncomingBytes {
     bytes: Vec<u8>,
     from: usize,
     to: usize,
 }
 
-impl Incoming {
+impl IncomingBytes {
     fn is_empty(&self) -> bool {
         self.from == self.to
     }

@@ -1,7 +1,7 @@
 use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt;
 
-use super::session::{Handshake, Incoming, Session};
+use super::session::{Handshake, IncomingBytes, TlsSession};
 use super::*;
 
 /// A folder with certificates for these hosts.
@@ -12,7 +12,7 @@ fn pki(hosts: &[&str], days: u32) -> tempfile::TempDir {
 /// The same, made so many days ago.
 fn made_before(ago: i64, hosts: &[&str], days: u32) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
-    let request = Request {
+    let request = CertificateRequest {
         out: folder.path().join("pki"),
         hosts: hosts.iter().map(|host| (*host).to_owned()).collect(),
         days,
@@ -22,23 +22,23 @@ fn made_before(ago: i64, hosts: &[&str], days: u32) -> tempfile::TempDir {
     folder
 }
 
-fn read(folder: &tempfile::TempDir, part: Part) -> Tls {
+fn read(folder: &tempfile::TempDir, part: CertificateRole) -> Tls {
     Tls::read(folder.path().join("pki"), part).unwrap()
 }
 
 /// One end, and what it has to read.
 struct End {
-    session: Session,
-    incoming: Incoming,
+    session: TlsSession,
+    incoming: IncomingBytes,
     /// Its handshake has failed: it hears nothing more.
     failed: bool,
 }
 
 impl End {
-    fn new(session: io::Result<Session>) -> Self {
+    fn new(session: io::Result<TlsSession>) -> Self {
         Self {
             session: session.unwrap(),
-            incoming: Incoming::default(),
+            incoming: IncomingBytes::default(),
             failed: false,
         }
     }
@@ -92,15 +92,15 @@ fn shaken(client: &mut End, server: &mut End) -> [Result<(), String>; 2] {
     ends
 }
 
-fn between(client: &Tls, peer: Peer<'_>, server: &Tls) -> (End, End, [Result<(), String>; 2]) {
-    between_who(client, peer, server, Asks::Certificate)
+fn between(client: &Tls, peer: TlsPeer<'_>, server: &Tls) -> (End, End, [Result<(), String>; 2]) {
+    between_who(client, peer, server, ClientAuth::Certificate)
 }
 
 fn between_who(
     client: &Tls,
-    peer: Peer<'_>,
+    peer: TlsPeer<'_>,
     server: &Tls,
-    asks: Asks,
+    asks: ClientAuth,
 ) -> (End, End, [Result<(), String>; 2]) {
     let (mut client, mut server) = (End::new(client.dial(peer)), End::new(server.accept(asks)));
     let ends = shaken(&mut client, &mut server);
@@ -110,10 +110,13 @@ fn between_who(
 #[test]
 fn certificates_of_one_authority_make_a_link() {
     let folder = pki(&["trainer", "10.0.0.7"], 30);
-    let trainer = read(&folder, Part::Trainer);
-    for (part, host) in [(Part::Worker, "trainer"), (Part::Relay, "10.0.0.7")] {
+    let trainer = read(&folder, CertificateRole::Trainer);
+    for (part, host) in [
+        (CertificateRole::Worker, "trainer"),
+        (CertificateRole::Relay, "10.0.0.7"),
+    ] {
         let (mut client, mut server, ends) =
-            between(&read(&folder, part), Peer::Trainer(host), &trainer);
+            between(&read(&folder, part), TlsPeer::Trainer(host), &trainer);
         assert_eq!(ends, [Ok(()), Ok(())]);
         let bytes: Vec<u8> = (0..100_000_u32).map(|at| (at / 7) as u8).collect();
         for _ in 0..3 {
@@ -137,13 +140,14 @@ fn certificates_of_one_authority_make_a_link() {
 #[test]
 fn worker_is_called_by_the_trainer_alone() {
     let folder = pki(&["trainer"], 30);
-    let worker = read(&folder, Part::Worker);
-    let at = Peer::Worker(Ipv4Addr::new(192, 0, 2, 9).into());
-    for part in Part::ALL {
+    let worker = read(&folder, CertificateRole::Worker);
+    let at = TlsPeer::Worker(Ipv4Addr::new(192, 0, 2, 9).into());
+    for part in CertificateRole::ALL {
         let client = read(&folder, part);
-        let (mut client, _, [shaken, server]) = between_who(&client, at, &worker, Asks::Trainer);
+        let (mut client, _, [shaken, server]) =
+            between_who(&client, at, &worker, ClientAuth::Trainer);
         assert_eq!(shaken, Ok(()));
-        if part == Part::Trainer {
+        if part == CertificateRole::Trainer {
             assert_eq!(server, Ok(()));
             continue;
         }
@@ -159,21 +163,21 @@ fn worker_is_called_by_the_trainer_alone() {
 #[test]
 fn part_of_the_other_end_is_known() {
     let folder = pki(&["trainer"], 30);
-    let trainer = read(&folder, Part::Trainer);
-    for part in Part::ALL {
-        for asks in [Asks::Certificate, Asks::IfAny] {
-            let peer = Peer::Trainer("trainer");
+    let trainer = read(&folder, CertificateRole::Trainer);
+    for part in CertificateRole::ALL {
+        for asks in [ClientAuth::Certificate, ClientAuth::IfAny] {
+            let peer = TlsPeer::Trainer("trainer");
             let (client, server, ends) = between_who(&read(&folder, part), peer, &trainer, asks);
             assert_eq!(ends, [Ok(()), Ok(())]);
             assert_eq!(server.session.part(), Some(part));
-            assert_eq!(client.session.part(), Some(Part::Trainer));
+            assert_eq!(client.session.part(), Some(CertificateRole::Trainer));
         }
     }
     // One of another authority is not taken for none.
-    let stranger = read(&pki(&["trainer"], 30), Part::Trainer);
+    let stranger = read(&pki(&["trainer"], 30), CertificateRole::Trainer);
     let (mut client, mut server) = (
-        End::new(stranger.dial(Peer::Worker(Ipv4Addr::LOCALHOST.into()))),
-        End::new(trainer.accept(Asks::IfAny)),
+        End::new(stranger.dial(TlsPeer::Worker(Ipv4Addr::LOCALHOST.into()))),
+        End::new(trainer.accept(ClientAuth::IfAny)),
     );
     assert!(shaken(&mut client, &mut server).iter().all(Result::is_err));
 }
@@ -181,9 +185,12 @@ fn part_of_the_other_end_is_known() {
 #[test]
 fn address_is_checked_however_it_is_written() {
     let folder = pki(&["trainer", "10.0.0.7", "2001:db8::7"], 30);
-    let (worker, trainer) = (read(&folder, Part::Worker), read(&folder, Part::Trainer));
+    let (worker, trainer) = (
+        read(&folder, CertificateRole::Worker),
+        read(&folder, CertificateRole::Trainer),
+    );
     let works = |name: &str| {
-        let peer = Peer::Trainer(crate::address::host_of(name));
+        let peer = TlsPeer::Trainer(crate::address::host_of(name));
         let ends = between(&worker, peer, &trainer).2;
         ends.iter().all(Result::is_ok)
     };
@@ -204,11 +211,11 @@ fn address_is_checked_however_it_is_written() {
 fn told_end_is_trusted_by_its_part_and_not_by_its_address() {
     let folder = pki(&["trainer"], 30);
     let address = Ipv4Addr::new(192, 0, 2, 9).into();
-    let relay = read(&folder, Part::Relay);
-    for part in Part::ALL {
+    let relay = read(&folder, CertificateRole::Relay);
+    for part in CertificateRole::ALL {
         for (peer, expected) in [
-            (Peer::Sender(address), Part::Trainer),
-            (Peer::Relay(address), Part::Relay),
+            (TlsPeer::Sender(address), CertificateRole::Trainer),
+            (TlsPeer::Relay(address), CertificateRole::Relay),
         ] {
             let (_, _, [at_client, _]) = between(&relay, peer, &read(&folder, part));
             assert_eq!(at_client.is_ok(), part == expected, "{part} at {peer:?}");
@@ -220,13 +227,16 @@ fn told_end_is_trusted_by_its_part_and_not_by_its_address() {
 fn two_authorities_are_trusted_while_one_replaces_the_other() {
     let (old, new) = (pki(&["trainer"], 30), pki(&["trainer"], 30));
     let at = |of: &tempfile::TempDir, name: &str| of.path().join("pki").join(name);
-    let (old_worker, new_worker) = (read(&old, Part::Worker), read(&new, Part::Worker));
-    let trainer = read(&old, Part::Trainer);
+    let (old_worker, new_worker) = (
+        read(&old, CertificateRole::Worker),
+        read(&new, CertificateRole::Worker),
+    );
+    let trainer = read(&old, CertificateRole::Trainer);
     let both = |of: &tempfile::TempDir, other: &tempfile::TempDir, name: &str| {
         let [own, more] = [at(of, name), at(other, "ca.pem")].map(std::fs::read_to_string);
         std::fs::write(at(of, name), own.unwrap() + &more.unwrap()).unwrap();
     };
-    let works = |worker: &Tls| between(worker, Peer::Trainer("trainer"), &trainer).2;
+    let works = |worker: &Tls| between(worker, TlsPeer::Trainer("trainer"), &trainer).2;
     assert!(works(&new_worker).iter().all(Result::is_err));
     both(&old, &new, "trainer.pem");
     both(&new, &old, "worker.pem");
@@ -254,11 +264,11 @@ fn certificate_without_hosts_is_explained() {
 fn wrong_certificates_are_explained_at_both_ends() {
     let (ours, theirs) = (pki(&["trainer"], 30), pki(&["trainer"], 30));
     let old = made_before(2, &["trainer"], 1);
-    let trainer = read(&ours, Part::Trainer);
-    let worker = read(&ours, Part::Worker);
+    let trainer = read(&ours, CertificateRole::Trainer);
+    let worker = read(&ours, CertificateRole::Worker);
     let cases = [
         (
-            &read(&theirs, Part::Worker),
+            &read(&theirs, CertificateRole::Worker),
             "trainer",
             &trainer,
             "another authority",
@@ -274,13 +284,13 @@ fn wrong_certificates_are_explained_at_both_ends() {
         (
             &worker,
             "trainer",
-            &read(&ours, Part::Relay),
+            &read(&ours, CertificateRole::Relay),
             "is of no trainer",
             "another host or part",
         ),
     ];
     for (client, host, server, at_client, at_server) in cases {
-        let (_, _, ends) = between(client, Peer::Trainer(host), server);
+        let (_, _, ends) = between(client, TlsPeer::Trainer(host), server);
         for (end, words) in ends.into_iter().zip([at_client, at_server]) {
             let said = end.unwrap_err();
             assert!(said.contains(words), "{said}");
@@ -288,9 +298,9 @@ fn wrong_certificates_are_explained_at_both_ends() {
     }
     // Both are of one authority, and too old.
     let (_, _, [at_client, at_server]) = between(
-        &read(&old, Part::Worker),
-        Peer::Trainer("trainer"),
-        &read(&old, Part::Trainer),
+        &read(&old, CertificateRole::Worker),
+        TlsPeer::Trainer("trainer"),
+        &read(&old, CertificateRole::Trainer),
     );
     assert!(
         at_client
@@ -307,7 +317,8 @@ fn wrong_certificates_are_explained_at_both_ends() {
 #[test]
 fn plain_peer_is_explained() {
     let folder = pki(&["trainer"], 30);
-    let mut client = End::new(read(&folder, Part::Worker).dial(Peer::Trainer("trainer")));
+    let mut client =
+        End::new(read(&folder, CertificateRole::Worker).dial(TlsPeer::Trainer("trainer")));
     assert_eq!(client.shake().unwrap(), Handshake::Reads);
     client.hears(b"wsLINK\r\n and more that is no TLS at all");
     let said = explain(&client.shake().unwrap_err());
@@ -317,8 +328,11 @@ fn plain_peer_is_explained() {
 #[test]
 fn damaged_bytes_end_the_link() {
     let folder = pki(&["trainer"], 30);
-    let (worker, trainer) = (read(&folder, Part::Worker), read(&folder, Part::Trainer));
-    let (mut client, mut server, _) = between(&worker, Peer::Trainer("trainer"), &trainer);
+    let (worker, trainer) = (
+        read(&folder, CertificateRole::Worker),
+        read(&folder, CertificateRole::Trainer),
+    );
+    let (mut client, mut server, _) = between(&worker, TlsPeer::Trainer("trainer"), &trainer);
     client.session.write(b"weights").unwrap();
     let mut sent = client.says();
     *sent.last_mut().unwrap() ^= 1;
@@ -333,8 +347,11 @@ fn damaged_bytes_end_the_link() {
 #[test]
 fn new_files_are_used_without_a_restart() {
     let folder = pki(&["trainer"], 30);
-    let (worker, trainer) = (read(&folder, Part::Worker), read(&folder, Part::Trainer));
-    let works = || between(&worker, Peer::Trainer("trainer"), &trainer).2;
+    let (worker, trainer) = (
+        read(&folder, CertificateRole::Worker),
+        read(&folder, CertificateRole::Trainer),
+    );
+    let works = || between(&worker, TlsPeer::Trainer("trainer"), &trainer).2;
     assert_eq!(works(), [Ok(()), Ok(())]);
     let new = pki(&["trainer"], 60);
     for file in ["trainer.pem", "worker.pem"] {
@@ -353,10 +370,10 @@ fn new_files_are_used_without_a_restart() {
     std::fs::set_permissions(&from, PermissionsExt::from_mode(0o604)).unwrap();
     std::fs::rename(from, &to).unwrap();
     let before = trainer.expires();
-    drop(trainer.accept(Asks::Certificate));
+    drop(trainer.accept(ClientAuth::Certificate));
     assert_eq!(trainer.expires(), before);
     std::fs::set_permissions(&to, PermissionsExt::from_mode(0o600)).unwrap();
-    drop(trainer.accept(Asks::Certificate));
+    drop(trainer.accept(ClientAuth::Certificate));
     assert!(trainer.expires() > before);
 }
 
@@ -364,7 +381,11 @@ fn new_files_are_used_without_a_restart() {
 fn files_that_are_no_certificates_are_named() {
     let folder = pki(&["trainer"], 30);
     let at = |name: &str| folder.path().join("pki").join(name);
-    let said = |path: &Path| Tls::read(path, Part::Relay).unwrap_err().to_string();
+    let said = |path: &Path| {
+        Tls::read(path, CertificateRole::Relay)
+            .unwrap_err()
+            .to_string()
+    };
     assert!(said(folder.path()).contains("expected relay.pem, or tls.crt"));
     assert!(said(&at("nothing.pem")).contains("nothing.pem failed"));
     assert!(
@@ -379,7 +400,7 @@ fn files_that_are_no_certificates_are_named() {
         mode & 0o777
     });
     assert_eq!(modes, [0o600; 2]);
-    let again = make(&Request {
+    let again = make(&CertificateRequest {
         out: folder.path().join("pki"),
         hosts: vec!["trainer".into()],
         days: 1,
@@ -387,7 +408,7 @@ fn files_that_are_no_certificates_are_named() {
     assert!(again.unwrap_err().to_string().contains("is there already"));
     for hosts in [Vec::new(), vec!["not a name".to_owned()]] {
         let out = folder.path().join("other");
-        let request = Request {
+        let request = CertificateRequest {
             out: out.clone(),
             hosts,
             days: 1,
@@ -414,8 +435,8 @@ fn secret_of_kubernetes_is_read() {
         let mode = PermissionsExt::from_mode(0o640);
         std::fs::set_permissions(secret.join(name), mode).unwrap();
     }
-    let relay = Tls::read(&secret, Part::Relay).unwrap();
-    let trainer = read(&folder, Part::Trainer);
-    let (_, _, ends) = between(&relay, Peer::Trainer("trainer"), &trainer);
+    let relay = Tls::read(&secret, CertificateRole::Relay).unwrap();
+    let trainer = read(&folder, CertificateRole::Trainer);
+    let (_, _, ends) = between(&relay, TlsPeer::Trainer("trainer"), &trainer);
     assert_eq!(ends, [Ok(()), Ok(())]);
 }

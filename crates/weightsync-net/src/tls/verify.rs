@@ -13,7 +13,7 @@ use rustls::{
     RootCertStore, SignatureScheme,
 };
 
-use super::Part;
+use super::CertificateRole;
 
 /// Both verifiers leave signatures to the ordinary one.
 macro_rules! as_ordinary {
@@ -49,7 +49,7 @@ macro_rules! as_ordinary {
 pub(super) struct OfPart {
     ordinary: Arc<WebPkiServerVerifier>,
     /// Any of these.
-    parts: &'static [Part],
+    parts: &'static [CertificateRole],
     /// Whether it must be for the host as well: the user knows the host, and of others the trainer
     /// has told.
     by_host: bool,
@@ -59,7 +59,7 @@ impl OfPart {
     pub(super) fn new(
         roots: Arc<RootCertStore>,
         provider: Arc<CryptoProvider>,
-        (parts, by_host): (&'static [Part], bool),
+        (parts, by_host): (&'static [CertificateRole], bool),
     ) -> Result<Self, VerifierBuilderError> {
         let ordinary = WebPkiServerVerifier::builder_with_provider(roots, provider).build()?;
         Ok(Self {
@@ -105,11 +105,11 @@ impl ServerCertVerifier for OfPart {
 #[derive(Debug)]
 pub(super) struct FromPart {
     ordinary: Arc<dyn ClientCertVerifier>,
-    part: Part,
+    part: CertificateRole,
 }
 
 impl FromPart {
-    pub(super) fn new(ordinary: Arc<dyn ClientCertVerifier>, part: Part) -> Self {
+    pub(super) fn new(ordinary: Arc<dyn ClientCertVerifier>, part: CertificateRole) -> Self {
         Self { ordinary, part }
     }
 }
@@ -138,13 +138,13 @@ impl ClientCertVerifier for FromPart {
 }
 
 /// What the owner of a certificate is, if the certificate says it.
-pub(super) fn part_of(certificate: &CertificateDer<'_>) -> Option<Part> {
+pub(super) fn part_of(certificate: &CertificateDer<'_>) -> Option<CertificateRole> {
     let parsed = ParsedCertificate::try_from(certificate).ok()?;
-    let is_for = |part: &Part| {
+    let is_for = |part: &CertificateRole| {
         let name = ServerName::try_from(part.name());
         name.is_ok_and(|name| verify_server_name(&parsed, &name).is_ok())
     };
-    Part::ALL.into_iter().find(is_for)
+    CertificateRole::ALL.into_iter().find(is_for)
 }
 
 /// Whether it is an authority's own.
@@ -177,7 +177,7 @@ pub fn explain(error: &Error) -> String {
         }) => {
             let expected = expected.to_str();
             let names: Vec<_> = presented.iter().map(|name| bare(name)).collect();
-            let part_of = |name: &str| Part::ALL.into_iter().find(|part| part.name() == name);
+            let part_of = |name: &str| CertificateRole::ALL.into_iter().find(|part| part.name() == name);
             if let Some(part) = part_of(&expected) {
                 let names = names.join(", ");
                 return format!(

@@ -4,11 +4,12 @@
 //! u32 payload bytes | u8 kind | 3 zeros | u64 CRC-64/NVME of those 8 bytes and the payload | payload
 //! ```
 //!
-//! Numbers are little-endian. A frame of kind [`Kind::Block`] has a [`BlockHead`] as its
+//! Numbers are little-endian. A frame of kind [`FrameKind::Block`] has a [`BlockHead`] as its
 //! payload, and the block's bytes follow it. These bytes belong to no frame: so they can be
 //! received straight into their final place, and they have a checksum of their own. A frame of
-//! kind [`Kind::Delta`] has a [`DeltaHead`], and the bytes of a delta follow in the same way.
-//! Frames of kind [`Kind::Piece`] carry consecutive bytes of what the message before them announced.
+//! kind [`FrameKind::Delta`] has a [`DeltaHead`], and the bytes of a delta follow in the same way.
+//! Frames of kind [`FrameKind::Piece`] carry consecutive bytes of what the message before them
+//! announced.
 //!
 //! The checksums guard against accidents. An attacker on the path can change a frame.
 
@@ -23,7 +24,7 @@ pub use self::block::{BlockHead, blocks};
 pub use self::decoder::{Decoder, Frame};
 pub use self::delta::DeltaHead;
 
-/// Bytes of a [`Header`].
+/// Bytes of a [`FrameHeader`].
 pub const HEADER_BYTES: usize = 16;
 
 /// Bytes of a [`BlockHead`].
@@ -47,7 +48,7 @@ pub const MAX_FRAME: usize = 1 << 20;
 /// The longest payload of a bulk frame, in bytes.
 pub const MAX_BULK_FRAME: usize = 64 << 10;
 
-/// The longest payload of a [`Kind::Piece`], in bytes. It stays in a core's cache while it is
+/// The longest payload of a [`FrameKind::Piece`], in bytes. It stays in a core's cache while it is
 /// checked and written.
 pub const MAX_PIECE: usize = 256 << 10;
 
@@ -56,7 +57,7 @@ pub const MAX_MODELS: u8 = 64;
 
 /// What a frame is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
+pub enum FrameKind {
     /// A message of a control, status, scrub or collector link.
     Control,
     /// A message of a bulk link.
@@ -69,7 +70,7 @@ pub enum Kind {
     Piece,
 }
 
-impl Kind {
+impl FrameKind {
     /// The kind's byte on the wire.
     pub fn code(self) -> u8 {
         match self {
@@ -83,7 +84,7 @@ impl Kind {
 
     /// The kind of a byte on the wire.
     pub fn from_code(code: u8) -> Option<Self> {
-        use Kind::*;
+        use FrameKind::*;
         [Control, Bulk, Block, Delta, Piece]
             .into_iter()
             .find(|kind| kind.code() == code)
@@ -112,15 +113,15 @@ impl Kind {
 
 /// The bytes before every payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Header {
+pub struct FrameHeader {
     /// The kind of the frame.
-    pub kind: Kind,
+    pub kind: FrameKind,
     /// The length of the payload, within the bounds of the kind.
     pub len: usize,
     crc: u64,
 }
 
-impl Header {
+impl FrameHeader {
     /// Reads a header and bounds the length it states. The caller allocates room for the payload
     /// only after this.
     ///
@@ -130,7 +131,7 @@ impl Header {
     ///
     /// [`FrameError::Kind`] for a kind that is not allowed, [`FrameError::Zeros`], and
     /// [`FrameError::Length`].
-    pub fn decode(bytes: &[u8; HEADER_BYTES], allowed: &[Kind]) -> Result<Self, FrameError> {
+    pub fn decode(bytes: &[u8; HEADER_BYTES], allowed: &[FrameKind]) -> Result<Self, FrameError> {
         let [
             l0,
             l1,
@@ -147,7 +148,7 @@ impl Header {
             c6,
             c7,
         ] = *bytes;
-        let kind = Kind::from_code(code)
+        let kind = FrameKind::from_code(code)
             .filter(|kind| allowed.contains(kind))
             .ok_or(FrameError::Kind { got: code })?;
         if zeros != [0; 3] {
@@ -193,7 +194,7 @@ impl Header {
 /// # Errors
 ///
 /// [`FrameError::Length`] if the payload is too long or too short for its kind.
-pub fn encode(kind: Kind, payload: &[u8], out: &mut Vec<u8>) -> Result<(), FrameError> {
+pub fn encode(kind: FrameKind, payload: &[u8], out: &mut Vec<u8>) -> Result<(), FrameError> {
     let (least, most) = (kind.min_payload(), kind.max_payload());
     if !(least..=most).contains(&payload.len()) {
         return Err(FrameError::Length {
@@ -210,7 +211,7 @@ pub fn encode(kind: Kind, payload: &[u8], out: &mut Vec<u8>) -> Result<(), Frame
 }
 
 /// The header of a payload that is within the bounds of its kind.
-pub(crate) fn header(kind: Kind, payload: &[u8]) -> [u8; HEADER_BYTES] {
+pub(crate) fn header(kind: FrameKind, payload: &[u8]) -> [u8; HEADER_BYTES] {
     // The bound of each kind is far below 4 GiB, so the length fits.
     let first = first_half(kind, payload.len() as u32);
     let mut bytes = [0; HEADER_BYTES];
@@ -219,7 +220,7 @@ pub(crate) fn header(kind: Kind, payload: &[u8]) -> [u8; HEADER_BYTES] {
     bytes
 }
 
-fn first_half(kind: Kind, len: u32) -> [u8; 8] {
+fn first_half(kind: FrameKind, len: u32) -> [u8; 8] {
     let [l0, l1, l2, l3] = len.to_le_bytes();
     [l0, l1, l2, l3, kind.code(), 0, 0, 0]
 }
@@ -233,7 +234,7 @@ fn checksum(first: &[u8; 8], payload: &[u8]) -> u64 {
 
 /// The payload of a kind whose payloads have exactly `N` bytes, and begin with a model and seven
 /// zeros.
-fn head_of<const N: usize>(kind: Kind, payload: &[u8]) -> Result<&[u8; N], FrameError> {
+fn head_of<const N: usize>(kind: FrameKind, payload: &[u8]) -> Result<&[u8; N], FrameError> {
     let bytes: &[u8; N] = payload.try_into().map_err(|_| FrameError::Length {
         kind,
         got: u32::try_from(payload.len()).unwrap_or(u32::MAX),
@@ -270,7 +271,7 @@ pub enum FrameError {
     #[error("a frame of {got} bytes, expected {least} to {most} ({kind:?})")]
     Length {
         /// The frame's kind.
-        kind: Kind,
+        kind: FrameKind,
         /// The stated length, in bytes.
         got: u32,
         /// The least bytes of this kind.

@@ -8,10 +8,10 @@
 //!                    ◀───────────────────  ServerProof (33)
 //! ```
 //!
-//! [`Client`] and [`Server`] take the bytes that arrive, in pieces of any size, and return the
-//! bytes to send. They take no byte beyond the handshake, allocate next to nothing, and have
-//! neither a clock nor random numbers. The caller ends a handshake that takes too long, and
-//! brings the nonces.
+//! [`ClientHandshake`] and [`ServerHandshake`] take the bytes that arrive, in pieces of any size,
+//! and return the bytes to send. They take no byte beyond the handshake, allocate next to nothing,
+//! and have neither a clock nor random numbers. The caller ends a handshake that takes too long,
+//! and brings the nonces.
 //!
 //! A server proves nothing to a client that has not proved itself first. A proof is worthless
 //! in another handshake, because it covers both nonces.
@@ -22,7 +22,9 @@ use std::fmt;
 
 use weightsync_core::Remedy;
 
-pub use self::handshake::{Agreed, Client, Next, Server, Step, TurnsAway};
+pub use self::handshake::{
+    Agreed, ClientHandshake, HandshakeStep, Next, ServerHandshake, TurnsAway,
+};
 
 /// The newest protocol of this version.
 pub const PROTOCOL: u16 = 1;
@@ -102,7 +104,7 @@ impl fmt::Display for Protocols {
 
 /// What a link is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Role {
+pub enum LinkRole {
     /// An agent and its sender exchange messages.
     Control,
     /// A child fetches versions from its parent.
@@ -116,7 +118,7 @@ pub enum Role {
     Collector,
 }
 
-impl Role {
+impl LinkRole {
     /// The role's byte on the wire.
     pub fn code(self) -> u8 {
         match self {
@@ -130,7 +132,7 @@ impl Role {
 
     /// The role of a byte on the wire.
     pub fn from_code(code: u8) -> Option<Self> {
-        use Role::*;
+        use LinkRole::*;
         [Control, Bulk, Status, Scrub, Collector]
             .into_iter()
             .find(|role| role.code() == code)
@@ -151,7 +153,7 @@ impl Role {
 pub struct ClientHello {
     /// The protocols that the client speaks.
     pub protocols: Protocols,
-    /// The [`Role`]'s byte. An unknown one may belong to a newer protocol.
+    /// The [`LinkRole`]'s byte. An unknown one may belong to a newer protocol.
     pub role: u8,
     /// Random bytes, for this handshake alone.
     pub nonce: [u8; NONCE_BYTES],
@@ -187,7 +189,7 @@ impl ClientHello {
 
 /// A server's verdict on a [`ClientHello`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum HelloVerdict {
     /// The handshake continues in this protocol.
     GoOn {
         /// The newest that both ends speak.
@@ -215,7 +217,7 @@ pub enum Verdict {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ServerHello {
     /// Whether the client may go on.
-    pub verdict: Verdict,
+    pub verdict: HelloVerdict,
     /// The protocols that the server speaks.
     pub protocols: Protocols,
     /// Random bytes, for this handshake alone.
@@ -227,10 +229,10 @@ impl ServerHello {
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
         let (protocol, verdict) = match self.verdict {
-            Verdict::GoOn { protocol } => (protocol, 0),
-            Verdict::NoCommonProtocol => (0, 1),
-            Verdict::Busy => (0, 2),
-            Verdict::NeedsTls => (0, 3),
+            HelloVerdict::GoOn { protocol } => (protocol, 0),
+            HelloVerdict::NoCommonProtocol => (0, 1),
+            HelloVerdict::Busy => (0, 2),
+            HelloVerdict::NeedsTls => (0, 3),
         };
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..10].copy_from_slice(&protocol.to_le_bytes());
@@ -251,10 +253,10 @@ impl ServerHello {
         check_magic(bytes)?;
         let protocol = u16::from_le_bytes([bytes[8], bytes[9]]);
         let verdict = match (bytes[10], protocol) {
-            (0, 1..) => Verdict::GoOn { protocol },
-            (1, 0) => Verdict::NoCommonProtocol,
-            (2, 0) => Verdict::Busy,
-            (3, 0) => Verdict::NeedsTls,
+            (0, 1..) => HelloVerdict::GoOn { protocol },
+            (1, 0) => HelloVerdict::NoCommonProtocol,
+            (2, 0) => HelloVerdict::Busy,
+            (3, 0) => HelloVerdict::NeedsTls,
             (verdict, protocol) => {
                 return Err(malformed(
                     "a verdict of 0 with a protocol, or of 1 to 3 without",

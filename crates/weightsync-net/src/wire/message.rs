@@ -6,7 +6,7 @@
 //! | the sender | an agent | [`FromRoot`] |
 //! | a child | its parent, which has the version that the child wants | [`ToParent`] |
 //! | a parent | its child | [`ToChild`], and blocks |
-//! | a sender | a program that asks for the status or a scrub | [`Status`] |
+//! | a sender | a program that asks for the status or a scrub | [`JsonReply`] |
 //! | a worker of a collector | its trainer | [`ToTrainer`], and pieces |
 //! | a trainer | a worker of its collector | [`ToWorker`], and pieces |
 //!
@@ -29,12 +29,12 @@ use weightsync_core::Remedy;
 
 use self::check::{Check, CheckText, check_text, within};
 
-pub use self::bulk::{BlockRange, ToChild, ToParent, Wanted};
+pub use self::bulk::{BlockRange, ToChild, ToParent, WantedBlocks};
 pub use self::collect::{ToTrainer, ToWorker};
 pub use self::from_root::{FromRoot, RefusalRemedy, Welcome};
 pub use self::model::{AssembledModel, ModelAssembler, model_messages};
 pub use self::to_root::{ToRoot, WorkerJoin, WorkerProgress};
-use super::frame::{self, Kind, MAX_FRAME, MAX_MODELS};
+use super::frame::{self, FrameKind, MAX_FRAME, MAX_MODELS};
 pub use crate::relay::Item;
 /// Which versions a worker gets, and the set that it asks for: the same as for a local reader.
 pub use weightsync_mem::{Delivery, Want, WorkerInstance};
@@ -87,7 +87,7 @@ pub const MAX_LAYOUT: u64 = 64 << 20;
 /// The longest note of a model, in bytes.
 pub const MAX_NOTE: u64 = 16 << 20;
 
-/// The longest text of a [`Status`], in bytes: what fits a frame.
+/// The longest text of a [`JsonReply`], in bytes: what fits a frame.
 pub const MAX_JSON: usize = MAX_FRAME - 64;
 
 /// The longest answer of a collector's worker, in bytes.
@@ -98,7 +98,7 @@ pub const MAX_SAID: usize = 64 << 10;
 /// which it needs, is private.
 pub trait Message: Serialize + DeserializeOwned + Check {
     /// The kind of their frames.
-    const KIND: Kind;
+    const KIND: FrameKind;
 
     /// The message as the payload of a frame.
     ///
@@ -143,20 +143,20 @@ pub trait Message: Serialize + DeserializeOwned + Check {
 }
 
 /// The status or the result of a scrub, as JSON. A client of the role
-/// [`Status`](super::hello::Role::Status) sends nothing, and gets this once the handshake is done.
-/// A client of the role [`Scrub`](super::hello::Role::Scrub) gets it once all comparisons are done;
-/// until then it gets an empty object every second.
+/// [`Status`](super::hello::LinkRole::Status) sends nothing, and gets this once the handshake is
+/// done. A client of the role [`Scrub`](super::hello::LinkRole::Scrub) gets it once all comparisons
+/// are done; until then it gets an empty object every second.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Status {
+pub struct JsonReply {
     /// At most [`MAX_JSON`] bytes.
     pub json: String,
 }
 
-impl Message for Status {
-    const KIND: Kind = Kind::Control;
+impl Message for JsonReply {
+    const KIND: FrameKind = FrameKind::Control;
 }
 
-impl Check for Status {
+impl Check for JsonReply {
     fn check(&self, _text: CheckText) -> Result<(), MessageError> {
         within("bytes of a status", self.json.len(), MAX_JSON)
     }

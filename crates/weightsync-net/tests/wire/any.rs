@@ -5,8 +5,9 @@ use proptest::prelude::*;
 use weightsync_core::digest::Digest;
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_net::wire::message::{
-    BlockRange, Delivery, FromRoot, Item, MAX_PART, RefusalRemedy, Status, ToChild, ToParent,
-    ToRoot, ToTrainer, ToWorker, Want, Wanted, Welcome, WorkerInstance, WorkerJoin, WorkerProgress,
+    BlockRange, Delivery, FromRoot, Item, JsonReply, MAX_PART, RefusalRemedy, ToChild, ToParent,
+    ToRoot, ToTrainer, ToWorker, Want, WantedBlocks, Welcome, WorkerInstance, WorkerJoin,
+    WorkerProgress,
 };
 
 /// Raw values for the fields of a message.
@@ -268,7 +269,7 @@ pub fn to_parent() -> impl Strategy<Value = ToParent> {
                 version: raw.item.version,
             };
         }
-        ToParent::Fetch(Wanted {
+        ToParent::Fetch(WantedBlocks {
             run: raw.run(),
             agent: raw.n[0],
             model: raw.model(),
@@ -319,8 +320,8 @@ pub fn to_worker() -> impl Strategy<Value = ToWorker> {
     })
 }
 
-pub fn status() -> impl Strategy<Value = Status> {
-    "\\PC{0,200}".prop_map(|json| Status { json })
+pub fn status() -> impl Strategy<Value = JsonReply> {
+    "\\PC{0,200}".prop_map(|json| JsonReply { json })
 }
 
 /// Lengths of a layout and a note around the length of a part.

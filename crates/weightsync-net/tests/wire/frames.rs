@@ -7,7 +7,7 @@ use weightsync_net::wire::frame::*;
 
 use crate::samples;
 
-const BULK: &[Kind] = &[Kind::Bulk, Kind::Block];
+const BULK: &[FrameKind] = &[FrameKind::Bulk, FrameKind::Block];
 
 proptest! {
     #[test]
@@ -17,7 +17,7 @@ proptest! {
     ) {
         let mut stream = Vec::new();
         for payload in &payloads {
-            encode(Kind::Bulk, payload, &mut stream).unwrap();
+            encode(FrameKind::Bulk, payload, &mut stream).unwrap();
         }
         let mut decoder = Decoder::new(BULK);
         let mut came = Vec::new();
@@ -67,17 +67,17 @@ fn decoder_leaves_block_bytes_to_the_caller() {
     let head = samples::block();
     let mut stream = head.frame().to_vec();
     stream.extend_from_slice(samples::BLOCK_DATA);
-    encode(Kind::Bulk, b"next", &mut stream).unwrap();
+    encode(FrameKind::Bulk, b"next", &mut stream).unwrap();
 
     let mut decoder = Decoder::new(BULK);
     let mut input = &stream[..];
     let frame = decoder.next(&mut input).unwrap().unwrap();
-    assert_eq!(frame.kind, Kind::Block);
+    assert_eq!(frame.kind, FrameKind::Block);
     let head = BlockHead::decode(frame.payload).unwrap();
     let data = input.split_off(..head.bytes as usize).unwrap();
     head.check(data).unwrap();
     let next = decoder.next(&mut input).unwrap().unwrap();
-    assert_eq!((next.kind, next.payload), (Kind::Bulk, &b"next"[..]));
+    assert_eq!((next.kind, next.payload), (FrameKind::Bulk, &b"next"[..]));
 }
 
 #[test]
@@ -191,27 +191,27 @@ fn impossible_block_heads_are_refused() {
 
 #[test]
 fn lengths_are_within_the_bounds_of_the_kind() {
-    let header = |kind: Kind, len: u32| {
+    let header = |kind: FrameKind, len: u32| {
         let mut bytes = [0; HEADER_BYTES];
         bytes[..4].copy_from_slice(&len.to_le_bytes());
         bytes[4] = kind.code();
-        Header::decode(
+        FrameHeader::decode(
             &bytes,
             &[
-                Kind::Control,
-                Kind::Bulk,
-                Kind::Block,
-                Kind::Delta,
-                Kind::Piece,
+                FrameKind::Control,
+                FrameKind::Bulk,
+                FrameKind::Block,
+                FrameKind::Delta,
+                FrameKind::Piece,
             ],
         )
     };
     for (kind, least, most) in [
-        (Kind::Control, 1, 1 << 20),
-        (Kind::Bulk, 1, 64 << 10),
-        (Kind::Block, 40, 40),
-        (Kind::Delta, 48, 48),
-        (Kind::Piece, 1, 256 << 10),
+        (FrameKind::Control, 1, 1 << 20),
+        (FrameKind::Bulk, 1, 64 << 10),
+        (FrameKind::Block, 40, 40),
+        (FrameKind::Delta, 48, 48),
+        (FrameKind::Piece, 1, 256 << 10),
     ] {
         for len in [least, most] {
             assert_eq!(header(kind, len).unwrap().len, len as usize);
@@ -235,7 +235,7 @@ fn lengths_are_within_the_bounds_of_the_kind() {
 #[test]
 fn decoder_accepts_only_kinds_of_its_link() {
     let mut frame = Vec::new();
-    encode(Kind::Control, b"hello", &mut frame).unwrap();
+    encode(FrameKind::Control, b"hello", &mut frame).unwrap();
     let mut decoder = Decoder::new(BULK);
     for _ in 0..3 {
         let error = decoder.next(&mut &frame[..]).unwrap_err();
@@ -244,7 +244,7 @@ fn decoder_accepts_only_kinds_of_its_link() {
     for got in [0, 4, 255] {
         let mut unknown = frame.clone();
         unknown[4] = got;
-        let mut decoder = Decoder::new(&[Kind::Control]);
+        let mut decoder = Decoder::new(&[FrameKind::Control]);
         let error = decoder.next(&mut &unknown[..]).unwrap_err();
         assert_eq!(error, FrameError::Kind { got });
     }
@@ -254,10 +254,10 @@ fn decoder_accepts_only_kinds_of_its_link() {
 fn a_decoder_holds_what_came_and_no_more() {
     let mut header = [0; HEADER_BYTES];
     header[..4].copy_from_slice(&(1_u32 << 20).to_le_bytes());
-    header[4] = Kind::Control.code();
+    header[4] = FrameKind::Control.code();
     // A length that is stated, and then hardly anything.
     let claimed = allocation_counter::measure(|| {
-        let mut decoder = Decoder::new(&[Kind::Control]);
+        let mut decoder = Decoder::new(&[FrameKind::Control]);
         assert!(decoder.next(&mut &header[..]).unwrap().is_none());
         for _ in 0..100 {
             assert!(decoder.next(&mut &[7_u8; 10][..]).unwrap().is_none());
@@ -270,16 +270,16 @@ fn a_decoder_holds_what_came_and_no_more() {
     header[2] = 0x10;
     header[0] = 1;
     let refused = allocation_counter::measure(|| {
-        let mut decoder = Decoder::new(&[Kind::Control]);
+        let mut decoder = Decoder::new(&[FrameKind::Control]);
         assert!(decoder.next(&mut &header[..]).is_err());
     });
     assert!(refused.bytes_max < 1000, "{refused:?}");
 
     // After a long one the room is given back.
     let mut stream = Vec::new();
-    encode(Kind::Control, &vec![1; MAX_FRAME], &mut stream).unwrap();
-    encode(Kind::Control, b"short", &mut stream).unwrap();
-    let mut decoder = Decoder::new(&[Kind::Control]);
+    encode(FrameKind::Control, &vec![1; MAX_FRAME], &mut stream).unwrap();
+    encode(FrameKind::Control, b"short", &mut stream).unwrap();
+    let mut decoder = Decoder::new(&[FrameKind::Control]);
     let kept = allocation_counter::measure(|| {
         let mut input = &stream[..];
         while decoder.next(&mut input).unwrap().is_some() {}

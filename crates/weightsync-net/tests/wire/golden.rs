@@ -9,9 +9,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use weightsync_net::wire::frame::{
-    BLOCK_HEAD_BYTES, BlockHead, DELTA_HEAD_BYTES, DeltaHead, HEADER_BYTES, Header, Kind,
+    BLOCK_HEAD_BYTES, BlockHead, DELTA_HEAD_BYTES, DeltaHead, FrameHeader, FrameKind, HEADER_BYTES,
 };
-use weightsync_net::wire::hello::{ClientHello, Protocols, Role, ServerHello, Verdict};
+use weightsync_net::wire::hello::{ClientHello, HelloVerdict, LinkRole, Protocols, ServerHello};
 use weightsync_net::wire::message::Message;
 
 use crate::samples;
@@ -134,7 +134,7 @@ fn golden_messages_say_what_they_said() {
         for (name, message) in samples {
             let bytes = read(&format!("{folder}/{name}"));
             let (header, payload) = bytes.split_first_chunk().expect("a header");
-            let header = Header::decode(header, &[M::KIND]).expect("a header");
+            let header = FrameHeader::decode(header, &[M::KIND]).expect("a header");
             header.check(payload).expect("its checksum");
             assert_eq!(M::decode(payload), Ok(message), "{folder}/{name}");
         }
@@ -159,12 +159,12 @@ fn golden_hellos_and_blocks_decode_to_the_samples() {
             newest: 1
         }
     );
-    assert_eq!(Role::from_code(hello.role), Some(Role::Control));
+    assert_eq!(LinkRole::from_code(hello.role), Some(LinkRole::Control));
     assert_eq!(hello.nonce, [0xc1; 32]);
     for (name, verdict) in [
-        ("server_hello", Verdict::GoOn { protocol: 1 }),
-        ("server_hello_no_protocol", Verdict::NoCommonProtocol),
-        ("server_hello_busy", Verdict::Busy),
+        ("server_hello", HelloVerdict::GoOn { protocol: 1 }),
+        ("server_hello_no_protocol", HelloVerdict::NoCommonProtocol),
+        ("server_hello_busy", HelloVerdict::Busy),
     ] {
         let bytes = read(&format!("hello/{name}"));
         let hello = ServerHello::decode(bytes[..].try_into().expect("64 bytes"));
@@ -174,7 +174,7 @@ fn golden_hellos_and_blocks_decode_to_the_samples() {
     let bytes = read("frame/chunk");
     let (header, rest) = bytes.split_first_chunk().expect("a header");
     let (head, data) = rest.split_at(BLOCK_HEAD_BYTES);
-    let header = Header::decode(header, &[Kind::Block]).expect("a header");
+    let header = FrameHeader::decode(header, &[FrameKind::Block]).expect("a header");
     header.check(head).expect("its checksum");
     let head = BlockHead::decode(head).expect("a block");
     assert_eq!(head, samples::block());
@@ -182,7 +182,7 @@ fn golden_hellos_and_blocks_decode_to_the_samples() {
     let bytes = read("frame/delta");
     let (header, rest) = bytes.split_first_chunk().expect("a header");
     let (head, data) = rest.split_at(DELTA_HEAD_BYTES);
-    let header = Header::decode(header, &[Kind::Delta]).expect("a header");
+    let header = FrameHeader::decode(header, &[FrameKind::Delta]).expect("a header");
     header.check(head).expect("its checksum");
     let head = DeltaHead::decode(head).expect("a delta");
     assert_eq!(head, samples::delta());

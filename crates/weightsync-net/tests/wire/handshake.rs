@@ -9,8 +9,8 @@ use crate::samples;
 
 /// Two ends that have what they sent each other in between.
 struct Talk {
-    client: Client,
-    server: Server,
+    client: ClientHandshake,
+    server: ServerHandshake,
     to_server: Vec<u8>,
     to_client: Vec<u8>,
     at_client: Option<Result<Agreed, HelloError>>,
@@ -18,7 +18,7 @@ struct Talk {
 }
 
 impl Talk {
-    fn new((client, hello): (Client, [u8; HELLO_BYTES]), server: Server) -> Self {
+    fn new((client, hello): (ClientHandshake, [u8; HELLO_BYTES]), server: ServerHandshake) -> Self {
         Self {
             client,
             server,
@@ -84,7 +84,7 @@ fn pieces_of_any_size_make_the_same_handshake() {
         talk.go_on(piece, untouched);
         let agreed = Agreed {
             protocol: PROTOCOL,
-            role: Role::Control,
+            role: LinkRole::Control,
         };
         assert_eq!(talk.at_client, Some(Ok(agreed)), "{piece}");
         assert_eq!(talk.at_server, Some(Ok(agreed)), "{piece}");
@@ -115,7 +115,7 @@ fn handshake_leaves_later_bytes_alone() {
 #[test]
 fn wrong_secret_gets_no_proof_and_an_error() {
     let other = Key::new(b"another secret!!");
-    let client = Client::new(other, Role::Bulk, Protocols::OURS, [1; 32]);
+    let client = ClientHandshake::new(other, LinkRole::Bulk, Protocols::OURS, [1; 32]);
     let mut talk = Talk::new(client, samples::server());
     talk.go_on(64, untouched);
     assert_eq!(talk.at_server, Some(Err(HelloError::WrongToken)));
@@ -150,7 +150,7 @@ fn a_server_without_the_secret_is_found_out() {
 #[test]
 fn a_replayed_client_is_refused() {
     let [hello, _, client_proof, _] = samples::handshake();
-    let mut server = Server::new(samples::key(), Protocols::OURS, None, [0x77; 32]);
+    let mut server = ServerHandshake::new(samples::key(), Protocols::OURS, None, [0x77; 32]);
     assert!(matches!(server.feed(&mut &hello[..]).next, Next::Read(32)));
     let step = server.feed(&mut &client_proof[..]);
     assert_eq!(step.next, Next::Close(HelloError::WrongToken));
@@ -183,7 +183,7 @@ fn every_flipped_bit_ends_the_handshake() {
 
 #[test]
 fn a_busy_server_says_so_and_is_tried_again() {
-    let server = Server::new(
+    let server = ServerHandshake::new(
         samples::key(),
         Protocols::OURS,
         Some(TurnsAway::Busy),
@@ -198,10 +198,10 @@ fn a_busy_server_says_so_and_is_tried_again() {
 
 #[test]
 fn full_server_keeps_its_known_agents() {
-    use Role::*;
+    use LinkRole::*;
     for role in [Control, Bulk, Status, Scrub, Collector] {
-        let client = Client::new(samples::key(), role, Protocols::OURS, [1; 32]);
-        let server = Server::new(
+        let client = ClientHandshake::new(samples::key(), role, Protocols::OURS, [1; 32]);
+        let server = ServerHandshake::new(
             samples::key(),
             Protocols::OURS,
             Some(TurnsAway::Busy),
@@ -210,7 +210,7 @@ fn full_server_keeps_its_known_agents() {
         let mut talk = Talk::new(client, server);
         talk.go_on(64, untouched);
         let is_in = matches!(talk.at_client, Some(Ok(_)));
-        assert_eq!(is_in, role != Role::Control, "{role:?}");
+        assert_eq!(is_in, role != LinkRole::Control, "{role:?}");
     }
 }
 
@@ -227,15 +227,15 @@ fn one_version_apart_is_fine_and_two_are_not() {
             let expected = (here.abs_diff(there) <= 1).then_some(here.min(there));
             assert_eq!(ours.common(theirs), expected, "{here} and {there}");
 
-            let client = Client::new(samples::key(), Role::Status, ours, [1; 32]);
-            let server = Server::new(samples::key(), theirs, None, [2; 32]);
+            let client = ClientHandshake::new(samples::key(), LinkRole::Status, ours, [1; 32]);
+            let server = ServerHandshake::new(samples::key(), theirs, None, [2; 32]);
             let mut talk = Talk::new(client, server);
             talk.go_on(64, untouched);
             match expected {
                 Some(protocol) => {
                     let agreed = Agreed {
                         protocol,
-                        role: Role::Status,
+                        role: LinkRole::Status,
                     };
                     assert_eq!(talk.at_client, Some(Ok(agreed)));
                     assert_eq!(talk.at_server, Some(Ok(agreed)));
@@ -257,7 +257,7 @@ fn one_version_apart_is_fine_and_two_are_not() {
 fn a_protocol_that_was_not_offered_is_refused() {
     let (mut client, _) = samples::client();
     let hello = ServerHello {
-        verdict: Verdict::GoOn { protocol: 2 },
+        verdict: HelloVerdict::GoOn { protocol: 2 },
         protocols: Protocols {
             oldest: 1,
             newest: 2,
@@ -359,9 +359,9 @@ proptest! {
         let client = ClientHello { protocols, role, nonce };
         prop_assert_eq!(ClientHello::decode(&client.encode()), Ok(client));
         let verdict = match verdict {
-            0 => Verdict::GoOn { protocol: oldest },
-            1 => Verdict::NoCommonProtocol,
-            _ => Verdict::Busy,
+            0 => HelloVerdict::GoOn { protocol: oldest },
+            1 => HelloVerdict::NoCommonProtocol,
+            _ => HelloVerdict::Busy,
         };
         let server = ServerHello { verdict, protocols, nonce };
         prop_assert_eq!(ServerHello::decode(&server.encode()), Ok(server));

@@ -9,12 +9,12 @@ use weightsync_net::wire::message::*;
 use crate::golden::{all, frames};
 use crate::samples;
 
-const ALL: &[Kind] = &[
-    Kind::Control,
-    Kind::Bulk,
-    Kind::Block,
-    Kind::Delta,
-    Kind::Piece,
+const ALL: &[FrameKind] = &[
+    FrameKind::Control,
+    FrameKind::Bulk,
+    FrameKind::Block,
+    FrameKind::Delta,
+    FrameKind::Piece,
 ];
 
 /// Every golden file that begins with a whole frame.
@@ -112,7 +112,7 @@ proptest! {
         let _ = ToChild::decode(&payload);
         let _ = ToTrainer::decode(&payload);
         let _ = ToWorker::decode(&payload);
-        let _ = Status::decode(&payload);
+        let _ = JsonReply::decode(&payload);
         let _ = BlockHead::decode(&bytes);
     }
 }
@@ -162,7 +162,7 @@ fn huge_lengths_are_refused_before_allocation() {
         assert!(ToWorker::decode(&huge(&[1])).is_err());
         assert!(ToWorker::decode(&huge(&[3])).is_err());
         assert!(ToWorker::decode(&huge(&[4])).is_err());
-        assert!(Status::decode(&huge(&[])).is_err());
+        assert!(JsonReply::decode(&huge(&[])).is_err());
     });
     assert!(used.bytes_max < 4 << 10, "{used:?}");
 }

@@ -75,7 +75,7 @@ fn join(models: u64, delivery: Delivery) -> ToRoot {
 
 fn fetch(ranges: &[(u32, u32)]) -> ToParent {
     let ranges = ranges.iter();
-    ToParent::Fetch(Wanted {
+    ToParent::Fetch(WantedBlocks {
         run: RUN,
         agent: 1,
         model: 0,
@@ -225,7 +225,7 @@ fn encoding_refuses_messages_out_of_bounds() {
     assert!(refused(&fetch(&too_many)).contains("limit of 4096"));
     comes_back(&fetch(&too_many[..4096]));
     let json = "x".repeat(MAX_JSON + 1);
-    assert!(refused(&Status { json }).contains("bytes of a status"));
+    assert!(refused(&JsonReply { json }).contains("bytes of a status"));
 }
 
 /// Numbers of a sample that cannot be, put into its encoding: the decoder checks without the
@@ -374,7 +374,7 @@ fn the_longest_messages_fit_their_frames() {
     let bytes = vec![0xff; MAX_PART];
     FromRoot::Part { bytes }.frame().unwrap();
     let json = "x".repeat(MAX_JSON);
-    assert!(Status { json }.frame().unwrap().len() <= MAX_FRAME);
+    assert!(JsonReply { json }.frame().unwrap().len() <= MAX_FRAME);
     let far = u32::MAX - 3 * 4096;
     let ranges: Vec<(u32, u32)> = (0..4096).map(|i| (far + 2 * i, 1)).collect();
     fetch(&ranges).frame().unwrap();

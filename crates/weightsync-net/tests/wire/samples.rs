@@ -5,11 +5,13 @@ use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_net::Token;
 use weightsync_net::access::Key;
 use weightsync_net::wire::frame::{BlockHead, DeltaHead};
-use weightsync_net::wire::hello::{Client, Next, Protocols, Role, Server, Verdict};
+use weightsync_net::wire::hello::{
+    ClientHandshake, HelloVerdict, LinkRole, Next, Protocols, ServerHandshake,
+};
 use weightsync_net::wire::hello::{HELLO_BYTES, ServerHello};
 use weightsync_net::wire::message::{
-    BlockRange, Delivery, FromRoot, Item, RefusalRemedy, Status, ToChild, ToParent, ToRoot,
-    ToTrainer, ToWorker, Want, Wanted, Welcome, WorkerInstance, WorkerJoin, WorkerProgress,
+    BlockRange, Delivery, FromRoot, Item, JsonReply, RefusalRemedy, ToChild, ToParent, ToRoot,
+    ToTrainer, ToWorker, Want, WantedBlocks, Welcome, WorkerInstance, WorkerJoin, WorkerProgress,
 };
 
 pub const RUN: Run = Run {
@@ -29,12 +31,12 @@ pub fn key() -> Key {
     Key::new(&token.secret())
 }
 
-pub fn client() -> (Client, [u8; HELLO_BYTES]) {
-    Client::new(key(), Role::Control, Protocols::OURS, [0xc1; 32])
+pub fn client() -> (ClientHandshake, [u8; HELLO_BYTES]) {
+    ClientHandshake::new(key(), LinkRole::Control, Protocols::OURS, [0xc1; 32])
 }
 
-pub fn server() -> Server {
-    Server::new(key(), Protocols::OURS, None, [0x5e; 32])
+pub fn server() -> ServerHandshake {
+    ServerHandshake::new(key(), Protocols::OURS, None, [0x5e; 32])
 }
 
 /// The bytes of a handshake, in order.
@@ -66,8 +68,11 @@ pub fn refusals() -> Vec<(&'static str, Vec<u8>)> {
     let _ = stranger.feed(&mut &hello_bytes[..]);
     let refused = stranger.feed(&mut &[0; 32][..]).send;
     vec![
-        ("server_hello_no_protocol", hello(Verdict::NoCommonProtocol)),
-        ("server_hello_busy", hello(Verdict::Busy)),
+        (
+            "server_hello_no_protocol",
+            hello(HelloVerdict::NoCommonProtocol),
+        ),
+        ("server_hello_busy", hello(HelloVerdict::Busy)),
         ("server_proof_wrong_token", refused),
     ]
 }
@@ -333,7 +338,7 @@ pub fn from_root() -> Vec<(&'static str, FromRoot)> {
 
 pub fn to_parent() -> Vec<(&'static str, ToParent)> {
     let fetch = |base: Option<u64>, ranges: &[(u32, u32)]| {
-        ToParent::Fetch(Wanted {
+        ToParent::Fetch(WantedBlocks {
             run: RUN,
             agent: 3,
             model: 2,
@@ -436,8 +441,8 @@ pub fn to_worker() -> Vec<(&'static str, ToWorker)> {
     ]
 }
 
-pub fn status() -> Status {
-    Status {
+pub fn status() -> JsonReply {
+    JsonReply {
         json: "{\"run\":\"7\"}".into(),
     }
 }

@@ -4,9 +4,9 @@ use weightsync_engine::{Expect, SenderSetup, WeightExtractor, worker::Spawn};
 
 use super::{
     Multi, Sync, Task,
-    core::{Core, Plan, Seeds, Tally},
-    crew::{Crew, Processes, Threads},
-    kind::{FirstCome, Gathered, Here, Kind, Many, Remote},
+    core::{Core, FrameTally, RolloutPlan, Seeds},
+    crew::{Crew, Processes, ThreadCrew},
+    kind::{CollectorKind, FirstCome, Gathered, Here, Many, Remote},
     schedule::Rules,
     wire,
 };
@@ -22,7 +22,7 @@ const MAX_FRAMES_PER_BATCH: usize = 1 << 20;
 
 /// The settings of a collector; each kind has a `builder` to start from.
 #[derive(Debug)]
-pub struct Builder<K = Gathered> {
+pub struct CollectorBuilder<K = Gathered> {
     pub(super) task: Task,
     workers: usize,
     envs_per_worker: Option<usize>,
@@ -30,7 +30,7 @@ pub struct Builder<K = Gathered> {
     pub(super) seed: u64,
     deadline: Duration,
     timeout: Option<Duration>,
-    place: Place,
+    place: WorkerKind,
     options: RolloutOptions,
     init_random_frames: usize,
     total_frames: Option<usize>,
@@ -41,13 +41,13 @@ pub struct Builder<K = Gathered> {
 
 /// Where workers run.
 #[derive(Debug)]
-enum Place {
+enum WorkerKind {
     /// In processes, by default this program run again.
     Processes(Option<Spawn>),
     Threads,
 }
 
-impl<K: Kind> Builder<K> {
+impl<K: CollectorKind> CollectorBuilder<K> {
     pub(super) fn new(task: Task) -> Self {
         let python = match task {
             Task::Gym(_) => Gym::PATIENCE,
@@ -61,7 +61,7 @@ impl<K: Kind> Builder<K> {
             seed: 0,
             deadline: Duration::from_secs(30) + python,
             timeout: None,
-            place: Place::Processes(None),
+            place: WorkerKind::Processes(None),
             options: RolloutOptions::default(),
             init_random_frames: 0,
             total_frames: None,
@@ -130,8 +130,8 @@ impl<K: Kind> Builder<K> {
     }
 
     /// What is handed out, counted from none.
-    pub(super) fn tally(&self) -> Tally {
-        Tally {
+    pub(super) fn tally(&self) -> FrameTally {
+        FrameTally {
             init_random_frames: self.init_random_frames,
             total_frames: self.total_frames,
             frames: 0,
@@ -139,7 +139,7 @@ impl<K: Kind> Builder<K> {
     }
 
     /// What each worker runs, if the frames of a batch can be shared out.
-    pub(super) fn plan(&self) -> Result<Plan, Error> {
+    pub(super) fn plan(&self) -> Result<RolloutPlan, Error> {
         let envs = self.envs_per_worker.unwrap_or(1);
         let workers = if K::ALL_WORKERS { self.workers } else { 1 };
         let frames_per_batch = self.frames_per_batch;
@@ -150,7 +150,7 @@ impl<K: Kind> Builder<K> {
             });
         }
         match workers.checked_mul(envs) {
-            Some(rows) if rows > 0 && frames_per_batch.is_multiple_of(rows) => Ok(Plan {
+            Some(rows) if rows > 0 && frames_per_batch.is_multiple_of(rows) => Ok(RolloutPlan {
                 task: self.task.clone(),
                 envs,
                 batched: self.envs_per_worker.is_some(),
@@ -167,7 +167,7 @@ impl<K: Kind> Builder<K> {
     }
 }
 
-impl Builder<Here> {
+impl CollectorBuilder<Here> {
     /// Makes the environments and takes the first weights. These have to hold
     /// the layers of the policy under `actor`, as
     /// [`MlpPolicy::from_tensors`](crate::policy::MlpPolicy::from_tensors) reads
@@ -183,7 +183,7 @@ impl Builder<Here> {
     }
 }
 
-impl Builder<Gathered> {
+impl CollectorBuilder<Gathered> {
     /// How the parts of the workers become one batch (stacked by default).
     pub fn cat_results(mut self, how: CatResults) -> Self {
         self.cat_results = how;
@@ -191,7 +191,7 @@ impl Builder<Gathered> {
     }
 }
 
-impl<K: Many> Builder<K> {
+impl<K: Many> CollectorBuilder<K> {
     /// Number of workers, `B` (1 by default).
     pub fn workers(mut self, workers: usize) -> Self {
         self.workers = workers;
@@ -199,7 +199,7 @@ impl<K: Many> Builder<K> {
     }
 }
 
-impl<K: Remote> Builder<K> {
+impl<K: Remote> CollectorBuilder<K> {
     /// How long [`start`](Self::start), a batch or an update may take at most
     /// (by default 30 s, and 90 s of a task of Gymnasium, whose Python may be slow to
     /// start). A deadline beyond the clock's range means none.
@@ -221,7 +221,7 @@ impl<K: Remote> Builder<K> {
     /// again without arguments. Count, init bytes, the queue and the restart policy
     /// are set by the collector.
     pub fn spawn(mut self, spawn: Spawn) -> Self {
-        self.place = Place::Processes(Some(spawn));
+        self.place = WorkerKind::Processes(Some(spawn));
         self
     }
 
@@ -230,7 +230,7 @@ impl<K: Remote> Builder<K> {
     /// longer than the [timeout](Self::timeout); but a thread cannot be killed: what it
     /// does ends with its part.
     pub fn threads(mut self) -> Self {
-        self.place = Place::Threads;
+        self.place = WorkerKind::Threads;
         self
     }
 
@@ -273,8 +273,8 @@ impl<K: Remote> Builder<K> {
         let starts = (0..self.workers).map(|_| plan.start(seeds.next(), sender.init_info()));
         let starts = starts.collect();
         let crew: Box<dyn Crew> = match self.place {
-            Place::Threads => Box::new(Threads::start(starts)?),
-            Place::Processes(spawn) => {
+            WorkerKind::Threads => Box::new(ThreadCrew::start(starts)?),
+            WorkerKind::Processes(spawn) => {
                 let spawn = match spawn {
                     Some(spawn) => spawn,
                     None => Spawn::this_program()?,
@@ -296,7 +296,7 @@ impl<K: Remote> Builder<K> {
     }
 }
 
-impl<K: FirstCome> Builder<K> {
+impl<K: FirstCome> CollectorBuilder<K> {
     /// No frame is handed out whose action was chosen by weights more than so
     /// many versions older than the newest. A part of which this is true is
     /// dropped and [counted](super::Batch::dropped); its worker goes on with the
@@ -318,7 +318,7 @@ mod tests {
             "actions": {"Discrete": 2}
         }"#;
         let gym = Task::Gym(serde_json::from_str(gym).unwrap());
-        let builder = Builder::<Gathered>::new(gym);
+        let builder = CollectorBuilder::<Gathered>::new(gym);
         assert!(builder.deadline > Gym::PATIENCE);
     }
 }

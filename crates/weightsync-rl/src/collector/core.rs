@@ -11,8 +11,8 @@ use weightsync_engine::{InitInfo, Sender, Version, WorkerId};
 
 use super::{
     Abandoned, Restarted, Task,
-    crew::{Crew, Ending, Heard},
-    schedule::{AHEAD, Effect, Event, Goal, Rules, Schedule},
+    crew::{Crew, Heard, WorkerEnding},
+    schedule::{AHEAD, Goal, Rules, Schedule, ScheduleEffect, ScheduleEvent},
     wire::{Collect, Start},
 };
 use crate::{
@@ -32,10 +32,10 @@ pub(super) struct Core {
     pub sender: Sender,
     pub crew: Box<dyn Crew>,
     pub deadline: Duration,
-    pub plan: Plan,
+    pub plan: RolloutPlan,
     schedule: Schedule,
     seeds: Seeds,
-    workers: Vec<Worker>,
+    workers: Vec<WorkerRecord>,
     trajectories: Trajectories,
     /// What was said while a worker's time was over, and is not understood yet.
     heard: VecDeque<(usize, Heard)>,
@@ -47,7 +47,7 @@ pub(super) struct Core {
 
 /// What each worker runs.
 #[derive(Clone, Debug)]
-pub(super) struct Plan {
+pub(super) struct RolloutPlan {
     pub task: Task,
     pub envs: usize,
     /// Whether environments have a dimension of their own.
@@ -60,9 +60,9 @@ pub(super) struct Plan {
 }
 
 #[derive(Debug, Default)]
-struct Worker {
+struct WorkerRecord {
     /// How the last one ended, while there is no other.
-    ended: Option<Ending>,
+    ended: Option<WorkerEnding>,
     /// Why the trainer has ended it, until its end is heard.
     fault: Option<String>,
     /// Since when it owes a part.
@@ -70,18 +70,18 @@ struct Worker {
     /// It was started in the place of another, and has delivered nothing yet.
     is_new: bool,
     /// Its part of the batch.
-    part: Option<Part>,
+    part: Option<WorkerFrames>,
 }
 
 /// A worker's frames, and their place in what came from it.
 #[derive(Debug)]
-struct Part {
+struct WorkerFrames {
     frames: Frames,
     place: u64,
 }
 
 /// The parts of a batch and what happened meanwhile.
-pub(super) struct Gathered {
+pub(super) struct GatheredBatch {
     /// In the order of the workers; each is `[P, T]`, or `[T]`.
     pub parts: Vec<(WorkerId, Frames)>,
     pub restarts: Vec<Restarted>,
@@ -90,7 +90,7 @@ pub(super) struct Gathered {
     pub dropped: usize,
 }
 
-impl Plan {
+impl RolloutPlan {
     /// What a worker is started with.
     pub fn start(&self, seed: u64, weights: InitInfo) -> Start {
         Start {
@@ -124,7 +124,7 @@ impl Core {
         sender: Sender,
         crew: Box<dyn Crew>,
         workers: usize,
-        plan: Plan,
+        plan: RolloutPlan,
         seeds: Seeds,
         deadline: Duration,
         rules: Rules,
@@ -136,7 +136,7 @@ impl Core {
             plan,
             schedule: Schedule::new(workers, rules),
             seeds,
-            workers: (0..workers).map(|_| Worker::default()).collect(),
+            workers: (0..workers).map(|_| WorkerRecord::default()).collect(),
             trajectories: Trajectories::new(workers),
             heard: VecDeque::new(),
             restarts: Vec::new(),
@@ -163,11 +163,11 @@ impl Core {
     }
 
     /// Gathers a batch.
-    pub fn gather(&mut self, goal: Goal) -> Result<Gathered, Error> {
+    pub fn gather(&mut self, goal: Goal) -> Result<GatheredBatch, Error> {
         let begun = Instant::now();
         let deadline = begun.checked_add(self.deadline);
         let version = self.version().0;
-        let (mut event, mut part) = (Event::Begin { goal, version }, None);
+        let (mut event, mut part) = (ScheduleEvent::Begin { goal, version }, None);
         loop {
             let effects = self.schedule.step(event);
             if self.perform(effects, part, goal, deadline)? {
@@ -176,7 +176,7 @@ impl Core {
             self.watch(goal);
             (event, part) = loop {
                 if let Some(worker) = self.overdue() {
-                    break (Event::Failed { worker }, None);
+                    break (ScheduleEvent::Failed { worker }, None);
                 }
                 let limit = self.next_limit();
                 let until = [deadline, limit].into_iter().flatten().min();
@@ -210,7 +210,7 @@ impl Core {
         workers.filter_map(|worker| self.limit_of(worker)).min()
     }
 
-    fn limit_of(&self, worker: &Worker) -> Option<Instant> {
+    fn limit_of(&self, worker: &WorkerRecord) -> Option<Instant> {
         let timeout = self.plan.timeout?;
         let timeout = if worker.is_new {
             timeout.max(FIRST_PART)
@@ -260,8 +260,8 @@ impl Core {
     /// once the batch is whole.
     fn perform(
         &mut self,
-        effects: Vec<Effect>,
-        mut part: Option<Part>,
+        effects: Vec<ScheduleEffect>,
+        mut part: Option<WorkerFrames>,
         goal: Goal,
         deadline: Option<Instant>,
     ) -> Result<bool, Error> {
@@ -269,18 +269,19 @@ impl Core {
         let (mut whole, mut failed) = (false, None);
         while let Some(effect) = effects.pop_front() {
             match effect {
-                Effect::Deliver => whole = true,
-                Effect::Keep { worker } => self.workers[worker].part = part.take(),
-                Effect::Discard { stale, .. } => {
+                ScheduleEffect::Deliver => whole = true,
+                ScheduleEffect::Keep { worker } => self.workers[worker].part = part.take(),
+                ScheduleEffect::Discard { stale, .. } => {
                     let frames = part.take().map_or(0, |part| part.frames.len());
                     self.dropped += if stale { frames } else { 0 };
                 }
-                Effect::Clear { worker } => self.workers[worker].part = None,
-                Effect::Ask { worker, ticket, .. } if failed.is_some() => {
-                    self.schedule.step(Event::NotAsked { worker, ticket });
+                ScheduleEffect::Clear { worker } => self.workers[worker].part = None,
+                ScheduleEffect::Ask { worker, ticket, .. } if failed.is_some() => {
+                    self.schedule
+                        .step(ScheduleEvent::NotAsked { worker, ticket });
                 }
                 _ if failed.is_some() => {}
-                Effect::Ask {
+                ScheduleEffect::Ask {
                     worker,
                     ticket,
                     version,
@@ -293,16 +294,17 @@ impl Core {
                         random,
                     };
                     if let Err(error) = self.crew.ask(worker, &request, left(deadline)) {
-                        self.schedule.step(Event::NotAsked { worker, ticket });
+                        self.schedule
+                            .step(ScheduleEvent::NotAsked { worker, ticket });
                         failed = Some(error);
                     }
                 }
-                Effect::Start { worker } => match self.start(worker) {
-                    Ok(()) => effects.extend(self.schedule.step(Event::Started { worker })),
+                ScheduleEffect::Start { worker } => match self.start(worker) {
+                    Ok(()) => effects.extend(self.schedule.step(ScheduleEvent::Started { worker })),
                     Err(error) => failed = Some(error),
                 },
-                Effect::Kill { worker } => failed = self.crew.kill(worker).err(),
-                Effect::Abandon { worker, deaths } => {
+                ScheduleEffect::Kill { worker } => failed = self.crew.kill(worker).err(),
+                ScheduleEffect::Abandon { worker, deaths } => {
                     // Reports have no lines of it any more.
                     self.sender.forget([id(worker)])?;
                     let exit = self.workers[worker].ended.take();
@@ -312,7 +314,7 @@ impl Core {
                         exit: exit.expect("it has been heard to end"),
                     });
                 }
-                Effect::GiveUp { worker, deaths } => {
+                ScheduleEffect::GiveUp { worker, deaths } => {
                     let exit = self.workers[worker].ended.clone();
                     failed = Some(Error::KeepsDying {
                         worker: id(worker),
@@ -330,7 +332,12 @@ impl Core {
     }
 
     /// What was heard, as the schedule takes it.
-    fn understand(&mut self, worker: usize, heard: Heard, goal: Goal) -> (Event, Option<Part>) {
+    fn understand(
+        &mut self,
+        worker: usize,
+        heard: Heard,
+        goal: Goal,
+    ) -> (ScheduleEvent, Option<WorkerFrames>) {
         match heard {
             Heard::Frames { ticket, frames } => {
                 let (task, envs) = (&self.plan.task, self.plan.envs);
@@ -342,14 +349,14 @@ impl Core {
                 // Drawn evenly, an action is of no version and never stale.
                 let versions = frames.policy_versions.iter().copied();
                 let oldest = versions.filter(|version| *version > 0).min();
-                let part = Event::Part {
+                let part = ScheduleEvent::Part {
                     worker,
                     ticket,
                     oldest: oldest.unwrap_or(u64::MAX),
                 };
                 let place = self.trajectories.arrived(worker);
                 let frames = *frames;
-                (part, Some(Part { frames, place }))
+                (part, Some(WorkerFrames { frames, place }))
             }
             Heard::Nonsense(reason) => (self.at_fault(worker, reason), None),
             Heard::Ended(ending) => {
@@ -360,15 +367,15 @@ impl Core {
                 });
                 state.since = None;
                 self.trajectories.replaced(worker);
-                (Event::Ended { worker }, None)
+                (ScheduleEvent::Ended { worker }, None)
             }
         }
     }
 
     /// A worker sent what cannot be read.
-    fn at_fault(&mut self, worker: usize, reason: String) -> Event {
+    fn at_fault(&mut self, worker: usize, reason: String) -> ScheduleEvent {
         self.workers[worker].fault = Some(reason);
-        Event::Failed { worker }
+        ScheduleEvent::Failed { worker }
     }
 
     /// Starts a worker whose last one has been heard to end.
@@ -384,10 +391,10 @@ impl Core {
     }
 
     /// The batch, which is whole.
-    fn take(&mut self) -> Gathered {
+    fn take(&mut self) -> GatheredBatch {
         let mut parts = Vec::new();
         for (worker, state) in self.workers.iter_mut().enumerate() {
-            if let Some(Part { mut frames, place }) = state.part.take() {
+            if let Some(WorkerFrames { mut frames, place }) = state.part.take() {
                 let steps = frames.steps();
                 self.trajectories
                     .rename(worker, place, &mut frames.traj_ids, steps);
@@ -395,7 +402,7 @@ impl Core {
                 parts.push((id(worker), frames));
             }
         }
-        Gathered {
+        GatheredBatch {
             parts,
             restarts: std::mem::take(&mut self.restarts),
             abandoned: std::mem::take(&mut self.abandoned),
@@ -415,13 +422,13 @@ fn id(worker: usize) -> WorkerId {
 
 /// How many frames were handed out, and what that decides.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Tally {
+pub(super) struct FrameTally {
     pub init_random_frames: usize,
     pub total_frames: Option<usize>,
     pub frames: usize,
 }
 
-impl Tally {
+impl FrameTally {
     pub fn is_full(&self) -> bool {
         self.total_frames.is_some_and(|total| self.frames >= total)
     }

@@ -1,5 +1,5 @@
 //! The kinds of collectors, as types: they decide what a
-//! [`Builder`](super::Builder) offers and how a batch comes about.
+//! [`CollectorBuilder`](super::CollectorBuilder) offers and how a batch comes about.
 
 use super::schedule::Goal;
 
@@ -21,13 +21,13 @@ pub struct OneWorker;
 
 /// A kind of collector; the other traits say what else there is to set.
 #[expect(private_bounds, reason = "no other kind can be made")]
-pub trait Kind: Sealed {
+pub trait CollectorKind: Sealed {
     /// Whether a batch is from all workers together.
     const ALL_WORKERS: bool = false;
 }
 
 /// Collectors that have workers.
-pub trait Remote: Kind {}
+pub trait Remote: CollectorKind {}
 
 /// Collectors that can have several.
 pub trait Many: Remote {}
@@ -35,12 +35,12 @@ pub trait Many: Remote {}
 /// Collectors whose batches are from one worker, first come, first served.
 pub trait FirstCome: Remote {}
 
-impl Kind for Here {}
-impl Kind for Gathered {
+impl CollectorKind for Here {}
+impl CollectorKind for Gathered {
     const ALL_WORKERS: bool = true;
 }
-impl Kind for FirstServed {}
-impl Kind for OneWorker {}
+impl CollectorKind for FirstServed {}
+impl CollectorKind for OneWorker {}
 
 impl Remote for Gathered {}
 impl Remote for FirstServed {}
@@ -53,7 +53,7 @@ impl FirstCome for FirstServed {}
 impl FirstCome for OneWorker {}
 
 /// What makes a batch of a kind.
-pub(super) fn goal<K: Kind>() -> Goal {
+pub(super) fn goal<K: CollectorKind>() -> Goal {
     if K::ALL_WORKERS {
         Goal::Everyone
     } else {

@@ -13,7 +13,7 @@
 //!
 //! ```no_run
 //! use weightsync::{Tensors, worker};
-//! use weightsync_rl::collector::{self, MultiSync, Task};
+//! use weightsync_rl::collector::{MultiSync, Task, self};
 //!
 //! fn main() -> Result<(), Box<dyn std::error::Error>> {
 //!     if let Some(process) = worker::current()? {
@@ -55,8 +55,8 @@ use weightsync_engine::WorkerId;
 
 use crate::frames::Frames;
 
-pub use builder::Builder;
-pub use crew::Ending;
+pub use builder::CollectorBuilder;
+pub use crew::WorkerEnding;
 pub use multi::{Async, Multi, MultiAsync, MultiSync};
 pub use serve::serve;
 pub use sync::Sync;
@@ -77,7 +77,7 @@ pub struct Batch {
     /// and again. The others go on: of [`MultiAsync`] alone.
     pub abandoned: Vec<Abandoned>,
     /// Frames that were dropped since the batch before, for they were
-    /// [too old](Builder::max_staleness).
+    /// [too old](CollectorBuilder::max_staleness).
     pub dropped: usize,
 }
 
@@ -88,7 +88,7 @@ pub struct Restarted {
     /// Which worker.
     pub worker: WorkerId,
     /// How it ended.
-    pub exit: Ending,
+    pub exit: WorkerEnding,
     /// The process in which another took its place.
     pub pid: u32,
 }
@@ -102,5 +102,5 @@ pub struct Abandoned {
     /// How often it ended in a row, without a part delivered.
     pub deaths: u32,
     /// How it ended last.
-    pub exit: Ending,
+    pub exit: WorkerEnding,
 }

@@ -5,8 +5,8 @@ use weightsync_engine::{
 };
 
 use super::{
-    Batch, Builder, Task,
-    core::{Core, Tally},
+    Batch, CollectorBuilder, Task,
+    core::{Core, FrameTally},
     kind::{FirstServed, Gathered, OneWorker, Remote, goal},
     schedule::Goal,
 };
@@ -30,7 +30,7 @@ pub type MultiSync = Multi<Gathered>;
 ///
 /// **Guarantee.** A batch is one worker's part, whole, in the order in which the
 /// parts came. Its actions were chosen by the weights that were newest when the
-/// worker began it; [`max_staleness`](Builder::max_staleness) limits how old
+/// worker began it; [`max_staleness`](CollectorBuilder::max_staleness) limits how old
 /// they are when it is handed out. A worker begins its next part at once; one
 /// finished part of each waits, and while the next is finished too, the worker
 /// pauses. A worker that dies is replaced. No worker outlives the trainer.
@@ -65,23 +65,23 @@ pub type Async = Multi<OneWorker>;
 /// A collector with workers; see [`MultiSync`], [`MultiAsync`] and [`Async`].
 ///
 /// As an iterator it yields [batches](Self::next_batch) until
-/// [`total_frames`](Builder::total_frames) have been handed out. One that failed
+/// [`total_frames`](CollectorBuilder::total_frames) have been handed out. One that failed
 /// is an error, after which the next is tried.
 #[derive(Debug)]
 pub struct Multi<K> {
     core: Core,
     cat_results: CatResults,
-    tally: Tally,
+    tally: FrameTally,
     kind: PhantomData<K>,
 }
 
 impl<K: Remote> Multi<K> {
     /// Settings to start from, for a task.
-    pub fn builder(task: Task) -> Builder<K> {
-        Builder::new(task)
+    pub fn builder(task: Task) -> CollectorBuilder<K> {
+        CollectorBuilder::new(task)
     }
 
-    pub(super) fn new(core: Core, cat_results: CatResults, tally: Tally) -> Self {
+    pub(super) fn new(core: Core, cat_results: CatResults, tally: FrameTally) -> Self {
         Self {
             core,
             cat_results,
@@ -118,7 +118,7 @@ impl<K: Remote> Multi<K> {
     /// each has them or has a line in the report that says why not.
     ///
     /// That a worker has *applied* a version means that it holds the version
-    /// whole, in a layout that [`start`](Builder::start) has seen to be a policy
+    /// whole, in a layout that [`start`](CollectorBuilder::start) has seen to be a policy
     /// for the task, and will begin no part by an older one. A part under way
     /// ends with the version it began with.
     ///

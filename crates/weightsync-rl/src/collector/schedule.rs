@@ -21,7 +21,7 @@ pub(super) enum Goal {
 
 /// What has happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Event {
+pub(super) enum ScheduleEvent {
     /// The caller wants a batch; the newest weights have this version.
     Begin { goal: Goal, version: u64 },
     /// A worker delivered a part, all frames of which were chosen by weights of
@@ -37,13 +37,13 @@ pub(super) enum Event {
     Ended { worker: usize },
     /// Another has taken its place.
     Started { worker: usize },
-    /// An [`Effect::Ask`] could not be performed.
+    /// A [`ScheduleEffect::Ask`] could not be performed.
     NotAsked { worker: usize, ticket: u64 },
 }
 
 /// What to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Effect {
+pub(super) enum ScheduleEffect {
     /// Start a worker in the place of one that has ended.
     Start { worker: usize },
     /// Ask a worker for a part, by weights of this version or newer ones, or by
@@ -80,7 +80,7 @@ pub(super) struct Schedule {
     /// Frames handed out.
     delivered: u64,
     next_ticket: u64,
-    workers: Vec<Worker>,
+    workers: Vec<ScheduledWorker>,
 }
 
 /// What the caller has set.
@@ -97,7 +97,7 @@ pub(super) struct Rules {
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-struct Worker {
+struct ScheduledWorker {
     /// It has ended, and no other has started.
     vacant: bool,
     /// No other is to start while workers are left that do better.
@@ -105,14 +105,14 @@ struct Worker {
     /// In a row.
     deaths: u32,
     /// Its part of the batch, which is there.
-    kept: Option<Asked>,
+    kept: Option<AskedPart>,
     /// Parts that it has not delivered.
-    asked: Vec<Asked>,
+    asked: Vec<AskedPart>,
 }
 
 /// A part that a worker was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Asked {
+struct AskedPart {
     ticket: u64,
     version: u64,
     random: bool,
@@ -129,33 +129,33 @@ impl Schedule {
             rules,
             delivered: 0,
             next_ticket: 0,
-            workers: vec![Worker::default(); workers],
+            workers: vec![ScheduledWorker::default(); workers],
         }
     }
 
     /// Takes note of an event, and decides what to do.
-    pub fn step(&mut self, event: Event) -> Vec<Effect> {
+    pub fn step(&mut self, event: ScheduleEvent) -> Vec<ScheduleEffect> {
         let mut effects = Vec::new();
         match event {
-            Event::Begin { goal, version } => self.begin(goal, version, &mut effects),
-            Event::Part {
+            ScheduleEvent::Begin { goal, version } => self.begin(goal, version, &mut effects),
+            ScheduleEvent::Part {
                 worker,
                 ticket,
                 oldest,
             } => self.part(worker, ticket, oldest, &mut effects),
             // Its end is an event of its own; a fresh worker may do better. What it still sends
             // does not follow what was kept.
-            Event::Failed { worker } => {
+            ScheduleEvent::Failed { worker } => {
                 self.workers[worker].asked.clear();
-                effects.push(Effect::Kill { worker });
+                effects.push(ScheduleEffect::Kill { worker });
             }
-            Event::Ended { worker } => self.ended(worker, &mut effects),
-            Event::Started { worker } => {
+            ScheduleEvent::Ended { worker } => self.ended(worker, &mut effects),
+            ScheduleEvent::Started { worker } => {
                 let state = &mut self.workers[worker];
                 (state.vacant, state.abandoned) = (false, false);
                 self.ask(worker, &mut effects);
             }
-            Event::NotAsked { worker, ticket } => {
+            ScheduleEvent::NotAsked { worker, ticket } => {
                 let asked = &mut self.workers[worker].asked;
                 asked.retain(|asked| asked.ticket != ticket);
             }
@@ -165,7 +165,7 @@ impl Schedule {
 
     /// The workers whose parts are waited for.
     pub fn missing(&self) -> impl Iterator<Item = usize> {
-        let waited_for = |worker: &Worker| worker.kept.is_none() && !worker.abandoned;
+        let waited_for = |worker: &ScheduledWorker| worker.kept.is_none() && !worker.abandoned;
         (0..self.workers.len()).filter(move |&worker| waited_for(&self.workers[worker]))
     }
 
@@ -174,14 +174,14 @@ impl Schedule {
         !self.workers[worker].asked.is_empty()
     }
 
-    fn begin(&mut self, goal: Goal, version: u64, effects: &mut Vec<Effect>) {
+    fn begin(&mut self, goal: Goal, version: u64, effects: &mut Vec<ScheduleEffect>) {
         let of_another_goal = goal != self.goal;
         self.goal = goal;
         self.version = version;
         let random = self.is_random(0);
         // A batch that was given up may be tried again: what was asked for it still counts,
         // unless other weights have come.
-        let usable = |asked: &Asked| {
+        let usable = |asked: &AskedPart| {
             !of_another_goal && !asked.late && asked.version == version && asked.random == random
         };
         let none_is_left = self.workers.iter().all(|worker| worker.vacant);
@@ -189,7 +189,7 @@ impl Schedule {
             let state = &mut self.workers[worker];
             if goal != Goal::Anyone {
                 if state.kept.take_if(|kept| !usable(kept)).is_some() {
-                    effects.push(Effect::Clear { worker });
+                    effects.push(ScheduleEffect::Clear { worker });
                 }
                 let asked = state.asked.iter_mut();
                 asked.for_each(|asked| asked.late = !usable(asked));
@@ -197,12 +197,12 @@ impl Schedule {
             if !state.vacant {
                 self.ask(worker, effects);
             } else if none_is_left || !state.abandoned {
-                effects.push(Effect::Start { worker });
+                effects.push(ScheduleEffect::Start { worker });
             }
         }
     }
 
-    fn ended(&mut self, worker: usize, effects: &mut Vec<Effect>) {
+    fn ended(&mut self, worker: usize, effects: &mut Vec<ScheduleEffect>) {
         let state = &mut self.workers[worker];
         state.vacant = true;
         state.deaths += 1;
@@ -213,24 +213,24 @@ impl Schedule {
         let keeps_dying = deaths > MAX_DEATHS;
         self.workers[worker].abandoned = keeps_dying && others_go_on;
         effects.push(match (keeps_dying, others_go_on) {
-            (false, _) => Effect::Start { worker },
-            (true, true) => Effect::Abandon { worker, deaths },
-            (true, false) => Effect::GiveUp { worker, deaths },
+            (false, _) => ScheduleEffect::Start { worker },
+            (true, true) => ScheduleEffect::Abandon { worker, deaths },
+            (true, false) => ScheduleEffect::GiveUp { worker, deaths },
         });
     }
 
-    fn part(&mut self, worker: usize, ticket: u64, oldest: u64, effects: &mut Vec<Effect>) {
+    fn part(&mut self, worker: usize, ticket: u64, oldest: u64, effects: &mut Vec<ScheduleEffect>) {
         let state = &mut self.workers[worker];
         let Some(at) = state.asked.iter().position(|asked| asked.ticket == ticket) else {
             let stale = false;
-            effects.push(Effect::Discard { worker, stale });
+            effects.push(ScheduleEffect::Discard { worker, stale });
             return;
         };
         let asked = state.asked.remove(at);
         state.deaths = 0;
         if asked.late {
             let stale = false;
-            effects.push(Effect::Discard { worker, stale });
+            effects.push(ScheduleEffect::Discard { worker, stale });
             self.ask(worker, effects);
             return;
         }
@@ -238,16 +238,16 @@ impl Schedule {
             let age = self.version.saturating_sub(oldest);
             if self.rules.max_staleness.is_some_and(|most| age > most) {
                 let stale = true;
-                effects.push(Effect::Discard { worker, stale });
+                effects.push(ScheduleEffect::Discard { worker, stale });
             } else {
                 self.delivered += self.rules.part;
-                effects.extend([Effect::Keep { worker }, Effect::Deliver]);
+                effects.extend([ScheduleEffect::Keep { worker }, ScheduleEffect::Deliver]);
             }
             self.ask(worker, effects);
             return;
         }
         state.kept = Some(asked);
-        effects.push(Effect::Keep { worker });
+        effects.push(ScheduleEffect::Keep { worker });
         if self.workers.iter().all(|worker| worker.kept.is_some()) {
             self.workers
                 .iter_mut()
@@ -255,13 +255,13 @@ impl Schedule {
             if self.goal == Goal::Everyone {
                 self.delivered += self.rules.part * self.workers.len() as u64;
             }
-            effects.push(Effect::Deliver);
+            effects.push(ScheduleEffect::Deliver);
         }
     }
 
     /// Asks a worker for as much as it may be asked for. What it owes never grows: a
     /// worker that is busy with late parts is asked once it has delivered one.
-    fn ask(&mut self, worker: usize, effects: &mut Vec<Effect>) {
+    fn ask(&mut self, worker: usize, effects: &mut Vec<ScheduleEffect>) {
         let most = match self.goal {
             Goal::Meet | Goal::Everyone => 1,
             Goal::Anyone => AHEAD,
@@ -272,13 +272,13 @@ impl Schedule {
             if state.kept.is_some() || awaited >= most || state.asked.len() >= AHEAD {
                 return;
             }
-            let asked = Asked {
+            let asked = AskedPart {
                 ticket: self.next_ticket,
                 version: self.version,
                 random: self.is_random(awaited),
                 late: false,
             };
-            effects.push(Effect::Ask {
+            effects.push(ScheduleEffect::Ask {
                 worker,
                 ticket: asked.ticket,
                 version: asked.version,

@@ -33,18 +33,18 @@ use crate::{Error, frames::Frames};
 /// trainer sees the process end and, if the error is printed, why.
 pub fn serve(process: &WorkerProcess) -> Result<(), Error> {
     let start: Start = wire::decode(process.init())?;
-    work(process, start, &Live::default())
+    work(process, start, &LiveWeights::default())
 }
 
 /// The weights that a worker receives. The trainer may take them from a worker that
 /// it gives up and cannot kill, so that another can join under its number.
 #[derive(Debug, Default)]
-pub(super) struct Live {
+pub(super) struct LiveWeights {
     weights: Mutex<Option<SnapshotsInBackground>>,
     given_up: AtomicBool,
 }
 
-impl Live {
+impl LiveWeights {
     /// How long the worker may keep the trainer from taking the weights.
     const TURN: Duration = Duration::from_millis(100);
 
@@ -125,7 +125,7 @@ impl Port for WorkerProcess {
 }
 
 /// Collects what is asked for through `port` until nothing more is.
-pub(super) fn work(port: &impl Port, start: Start, live: &Live) -> Result<(), Error> {
+pub(super) fn work(port: &impl Port, start: Start, live: &LiveWeights) -> Result<(), Error> {
     let setup = ReceiverSetup::new(start.weights, port.index() as u32);
     // A trainer that does not get to run is waited for. A process ends with its trainer.
     let receiver = interruptible(|| live.is_given_up(), || setup.connect(None))?;

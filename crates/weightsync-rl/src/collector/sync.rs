@@ -1,8 +1,8 @@
 use weightsync_engine::{Epoch, Run, Snapshot, Version, WeightExtractor};
 
 use super::{
-    Batch, Builder, Task,
-    core::{Plan, Seeds, Tally},
+    Batch, CollectorBuilder, Task,
+    core::{FrameTally, RolloutPlan, Seeds},
     kind::Here,
     task::Roll,
 };
@@ -12,7 +12,7 @@ use crate::Error;
 ///
 /// **Guarantee.** A batch is collected, whole, by the weights that were given
 /// last. As an iterator it yields [batches](Self::next_batch) until
-/// [`total_frames`](Builder::total_frames) have been handed out.
+/// [`total_frames`](CollectorBuilder::total_frames) have been handed out.
 ///
 /// ```
 /// use weightsync::Tensors;
@@ -33,20 +33,20 @@ use crate::Error;
 /// ```
 #[derive(Debug)]
 pub struct Sync {
-    plan: Plan,
+    plan: RolloutPlan,
     rollout: Box<dyn Roll>,
     weights: Snapshot,
-    tally: Tally,
+    tally: FrameTally,
 }
 
 impl Sync {
     /// Settings to start from, for a task.
-    pub fn builder(task: Task) -> Builder<Here> {
-        Builder::new(task)
+    pub fn builder(task: Task) -> CollectorBuilder<Here> {
+        CollectorBuilder::new(task)
     }
 
     pub(super) fn start(
-        settings: &Builder<Here>,
+        settings: &CollectorBuilder<Here>,
         weights: &impl WeightExtractor,
     ) -> Result<Self, Error> {
         let plan = settings.plan()?;

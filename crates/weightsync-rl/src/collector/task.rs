@@ -6,8 +6,8 @@ use weightsync_engine::{Dtype, Layout, Snapshot};
 use crate::{
     Error,
     env::{
-        Acrobot, BatchedEnv, CartPole, Env, Envs, Gym, GymEnvs, MountainCar, Pendulum, Store,
-        check_policy,
+        Acrobot, BatchedEnv, CartPole, Env, Envs, Gym, GymEnvs, MountainCar, Pendulum,
+        StoredAction, check_policy,
     },
     frames::{ActionKind, Frames},
     rollout::{Driven, Rollout, RolloutOptions, Stepping},

@@ -328,7 +328,7 @@ impl Dqn {
         Ok(())
     }
 
-    fn sample(&self) -> Result<Sample, Error> {
+    fn sample(&self) -> Result<Minibatch, Error> {
         let (n, len) = (self.config.minibatch.max(1), self.observation_len);
         let mut observations = vec![0.0_f32; n * len];
         let mut next_observations = vec![0.0_f32; n * len];
@@ -349,7 +349,7 @@ impl Dqn {
         let weights = drawn
             .weights
             .map(|weights| Tensor::from_vec(weights, n, cpu));
-        Ok(Sample {
+        Ok(Minibatch {
             ids: drawn.ids,
             observations: Tensor::from_vec(observations, (n, len), cpu)?,
             next_observations: Tensor::from_vec(next_observations, (n, len), cpu)?,
@@ -372,7 +372,7 @@ impl Learner for Dqn {
 }
 
 /// A minibatch as tensors.
-struct Sample {
+struct Minibatch {
     ids: Vec<u64>,
     observations: Tensor,
     next_observations: Tensor,

@@ -7,7 +7,7 @@ use rand::SeedableRng;
 use crate::{
     Error,
     env::EnvRng,
-    learn::{Mlp, Variables, Weights},
+    learn::{Mlp, Variables, WeightsCopy},
 };
 
 /// A network for the values of discrete actions, with `tanh` between its layers,
@@ -101,7 +101,7 @@ impl QNetwork {
     ///
     /// # Errors
     /// [`Error::Candle`] if a tensor cannot be read.
-    pub fn weights(&self) -> Result<Weights, Error> {
+    pub fn weights(&self) -> Result<WeightsCopy, Error> {
         self.variables.weights(self.inputs()?)
     }
 }

@@ -13,7 +13,7 @@ use crate::{
 /// discrete, `[f32; N]` where they are `N` continuous quantities. There is no
 /// other.
 #[expect(private_bounds, reason = "the frames hold no other")]
-pub trait Action: Store {
+pub trait Action: StoredAction {
     /// What chooses such actions.
     type Policy<'w>: Policy<Action = Self>;
 
@@ -53,7 +53,7 @@ impl<const N: usize> Action for [f32; N] {
 }
 
 /// What collecting needs of an action.
-pub(crate) trait Store: Copy + fmt::Debug + Send + Sized + 'static {
+pub(crate) trait StoredAction: Copy + fmt::Debug + Send + Sized + 'static {
     /// How frames hold it.
     const KIND: ActionKind;
 
@@ -91,7 +91,7 @@ pub(crate) fn check_policy(
     check_len(&name, len, outputs)
 }
 
-impl Store for u32 {
+impl StoredAction for u32 {
     const KIND: ActionKind = ActionKind::Discrete;
 
     fn even(count: usize, _: [f32; 2], rng: &mut EnvRng) -> Choice<Self> {
@@ -116,7 +116,7 @@ impl Store for u32 {
     }
 }
 
-impl<const N: usize> Store for [f32; N] {
+impl<const N: usize> StoredAction for [f32; N] {
     const KIND: ActionKind = ActionKind::Continuous(N);
 
     fn even(_: usize, [low, high]: [f32; 2], rng: &mut EnvRng) -> Choice<Self> {

@@ -49,12 +49,12 @@ pub struct Gym {
     id: String,
     python: String,
     observation_len: u32,
-    actions: Actions,
+    actions: GymAction,
     threshold: Option<f32>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-enum Actions {
+enum GymAction {
     Discrete(u32),
     Continuous { len: u32, range: [f32; 2] },
 }
@@ -70,7 +70,7 @@ impl Gym {
     /// # Errors
     /// [`Error::Gym`] says what is missing, or which space is not supported.
     pub fn find(id: &str, python: &str) -> Result<Self, Error> {
-        let mut process = Process::start(id, python, 1)?;
+        let mut process = GymProcess::start(id, python, 1)?;
         let mut head = [0; HEAD];
         process.answer(&mut head)?;
         let word =
@@ -84,10 +84,10 @@ impl Gym {
             ));
         }
         let actions = match head[4] {
-            0 if count > 0 => Actions::Discrete(count),
+            0 if count > 0 => GymAction::Discrete(count),
             1 if (1..=Self::MAX_QUANTITIES).contains(&(count as usize)) => {
                 let range = [low, high];
-                Actions::Continuous { len: count, range }
+                GymAction::Continuous { len: count, range }
             }
             _ => {
                 return refuse(format!(
@@ -118,8 +118,8 @@ impl Gym {
     /// Number of discrete actions, or of quantities in a continuous one.
     pub fn actions(&self) -> usize {
         match self.actions {
-            Actions::Discrete(count) => count as usize,
-            Actions::Continuous { len, .. } => len as usize,
+            GymAction::Discrete(count) => count as usize,
+            GymAction::Continuous { len, .. } => len as usize,
         }
     }
 
@@ -130,15 +130,15 @@ impl Gym {
 
     pub(crate) fn action_kind(&self) -> ActionKind {
         match self.actions {
-            Actions::Discrete(_) => ActionKind::Discrete,
-            Actions::Continuous { len, .. } => ActionKind::Continuous(len as usize),
+            GymAction::Discrete(_) => ActionKind::Discrete,
+            GymAction::Continuous { len, .. } => ActionKind::Continuous(len as usize),
         }
     }
 
     pub(crate) fn action_range(&self) -> [f32; 2] {
         match self.actions {
-            Actions::Discrete(_) => [0.0; 2],
-            Actions::Continuous { range, .. } => range,
+            GymAction::Discrete(_) => [0.0; 2],
+            GymAction::Continuous { range, .. } => range,
         }
     }
 }
@@ -147,7 +147,7 @@ impl Gym {
 #[derive(Debug)]
 pub(crate) struct GymEnvs<A> {
     gym: Gym,
-    process: Process,
+    process: GymProcess,
     /// `[P, observation_len]`.
     observations: Vec<f32>,
     action: PhantomData<fn(A)>,
@@ -157,7 +157,7 @@ impl<A: Action> GymEnvs<A> {
     /// `count` environments, each at the start of an episode; `A` is the kind of
     /// its actions.
     pub fn start(gym: Gym, count: usize, seed: u64) -> Result<Self, Error> {
-        let mut process = Process::start(&gym.id, &gym.python, count)?;
+        let mut process = GymProcess::start(&gym.id, &gym.python, count)?;
         // What it says of the spaces is what it said when it was found.
         process.answer(&mut [0; HEAD])?;
         let mut envs = Self {
@@ -244,7 +244,7 @@ impl<A: Action> Envs for GymEnvs<A> {
 
 /// A Python process, killed when it fails or is dropped. Its standard input is the
 /// pipe by whose end the kernel kills it where this process dies.
-struct Process {
+struct GymProcess {
     id: String,
     link: UnixStream,
     child: Child,
@@ -252,7 +252,7 @@ struct Process {
     failed: Option<String>,
 }
 
-impl Process {
+impl GymProcess {
     fn start(id: &str, python: &str, count: usize) -> Result<Self, Error> {
         let mut command = Command::new(python);
         command.args(["-c", SOURCE, id, &count.to_string()]);
@@ -354,13 +354,13 @@ impl Process {
     }
 }
 
-impl fmt::Debug for Process {
+impl fmt::Debug for GymProcess {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Process").field(&self.child.id()).finish()
+        f.debug_tuple("GymProcess").field(&self.child.id()).finish()
     }
 }
 
-impl Drop for Process {
+impl Drop for GymProcess {
     fn drop(&mut self) {
         let _ = self.end();
     }
@@ -374,7 +374,7 @@ mod tests {
     fn a_process_that_is_late_is_ended() {
         let mut command = Command::new("sleep");
         command.arg("100000");
-        let mut process = Process::spawn("Late-v0", command).unwrap();
+        let mut process = GymProcess::spawn("Late-v0", command).unwrap();
         let wait = Some(Duration::from_millis(1));
         process.link.set_read_timeout(wait).unwrap();
         process.say(&[0; 13]).unwrap();

@@ -15,7 +15,7 @@ mod pendulum;
 
 pub use acrobot::Acrobot;
 pub use action::Action;
-pub(crate) use action::{Store, check_policy};
+pub(crate) use action::{StoredAction, check_policy};
 pub use batch::BatchedEnv;
 pub(crate) use batch::Envs;
 pub use cartpole::CartPole;

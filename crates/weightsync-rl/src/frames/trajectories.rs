@@ -24,21 +24,21 @@
 #[derive(Clone, Debug)]
 pub struct Trajectories {
     next: u64,
-    workers: Vec<Worker>,
+    workers: Vec<WorkerTrajectories>,
 }
 
 #[derive(Clone, Debug, Default)]
-struct Worker {
+struct WorkerTrajectories {
     /// The place of the next part that comes.
     next_part: u64,
     /// The place of the part that would follow the one renamed last, and the
     /// trajectories that it would go on with, by environment.
-    known: (u64, Vec<UnderWay>),
+    known: (u64, Vec<OpenTrajectory>),
 }
 
 /// The trajectory of an environment's last frame.
 #[derive(Clone, Copy, Debug)]
-struct UnderWay {
+struct OpenTrajectory {
     /// As its worker numbers it.
     local: u64,
     id: u64,
@@ -49,7 +49,7 @@ impl Trajectories {
     pub fn new(workers: usize) -> Self {
         Self {
             next: 0,
-            workers: vec![Worker::default(); workers],
+            workers: vec![WorkerTrajectories::default(); workers],
         }
     }
 
@@ -95,7 +95,7 @@ impl Trajectories {
         }
         let (expected, under_way) = std::mem::take(&mut self.workers[worker].known);
         let known = under_way.into_iter().filter(|_| expected == part);
-        let mut current: Vec<Option<UnderWay>> = known.map(Some).collect();
+        let mut current: Vec<Option<OpenTrajectory>> = known.map(Some).collect();
         current.resize(ids.len() / steps, None);
         for t in 0..steps {
             for (env, current) in current.iter_mut().enumerate() {
@@ -104,7 +104,7 @@ impl Trajectories {
                 let under_way = known.unwrap_or_else(|| {
                     let id = self.next;
                     self.next += 1;
-                    UnderWay { local: *name, id }
+                    OpenTrajectory { local: *name, id }
                 });
                 *name = under_way.id;
                 *current = Some(under_way);

@@ -40,12 +40,12 @@ pub fn keep_to_one_thread() {
 
 /// A copy of a model's weights, to act on outside of candle.
 #[derive(Clone, Debug)]
-pub struct Weights {
+pub struct WeightsCopy {
     inputs: usize,
     tensors: BTreeMap<String, Vec<f32>>,
 }
 
-impl Weights {
+impl WeightsCopy {
     /// The actor on these weights.
     ///
     /// # Errors
@@ -95,13 +95,13 @@ impl Variables {
     }
 
     /// Copies of all, for a policy that takes `inputs` quantities.
-    pub fn weights(&self, inputs: usize) -> Result<Weights, Error> {
+    pub fn weights(&self, inputs: usize) -> Result<WeightsCopy, Error> {
         let mut tensors = BTreeMap::new();
         for (name, var) in self.iter() {
             let data = var.as_tensor().flatten_all()?.to_vec1::<f32>()?;
             tensors.insert(name.to_owned(), data);
         }
-        Ok(Weights { inputs, tensors })
+        Ok(WeightsCopy { inputs, tensors })
     }
 }
 

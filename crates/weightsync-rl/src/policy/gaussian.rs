@@ -1,6 +1,6 @@
 use rand::RngExt;
 
-use super::{Choice, MlpPolicy, Policy, Scratch, check_len};
+use super::{Activations, Choice, MlpPolicy, Policy, check_len};
 use crate::{Error, env::EnvRng};
 
 /// A normal distribution over actions of `N` quantities that do not depend on
@@ -54,7 +54,12 @@ impl<'w, const N: usize> GaussianPolicy<'w, N> {
     }
 
     /// The action so many deviations from the mean.
-    fn at(&self, observation: &[f32], scratch: &mut Scratch, away: [f32; N]) -> Choice<[f32; N]> {
+    fn at(
+        &self,
+        observation: &[f32],
+        scratch: &mut Activations,
+        away: [f32; N],
+    ) -> Choice<[f32; N]> {
         let mut action = [0.0; N];
         action.copy_from_slice(self.mean.logits(observation, scratch));
         let mut log_prob = 0.0;
@@ -72,20 +77,20 @@ pub(crate) const LOG_SQRT_TAU: f32 = 0.918_938_5;
 impl<const N: usize> Policy for GaussianPolicy<'_, N> {
     type Action = [f32; N];
 
-    fn scratch(&self) -> Scratch {
+    fn scratch(&self) -> Activations {
         self.mean.scratch()
     }
 
     fn sample(
         &self,
         observation: &[f32],
-        scratch: &mut Scratch,
+        scratch: &mut Activations,
         rng: &mut EnvRng,
     ) -> Choice<[f32; N]> {
         self.at(observation, scratch, std::array::from_fn(|_| normal(rng)))
     }
 
-    fn greedy(&self, observation: &[f32], scratch: &mut Scratch) -> Choice<[f32; N]> {
+    fn greedy(&self, observation: &[f32], scratch: &mut Activations) -> Choice<[f32; N]> {
         self.at(observation, scratch, [0.0; N])
     }
 }

@@ -51,7 +51,7 @@ pub struct MlpPolicy<'w> {
 
 /// Room for the activations of one forward pass; reuse it between passes.
 #[derive(Clone, Debug)]
-pub struct Scratch {
+pub struct Activations {
     input: Vec<f32>,
     output: Vec<f32>,
 }
@@ -71,18 +71,18 @@ pub trait Policy {
     type Action;
 
     /// Room for the forward passes of this policy.
-    fn scratch(&self) -> Scratch;
+    fn scratch(&self) -> Activations;
 
     /// Draws an action for one observation.
     fn sample(
         &self,
         observation: &[f32],
-        scratch: &mut Scratch,
+        scratch: &mut Activations,
         rng: &mut EnvRng,
     ) -> Choice<Self::Action>;
 
     /// The most likely action for one observation.
-    fn greedy(&self, observation: &[f32], scratch: &mut Scratch) -> Choice<Self::Action>;
+    fn greedy(&self, observation: &[f32], scratch: &mut Activations) -> Choice<Self::Action>;
 }
 
 impl<'w> MlpPolicy<'w> {
@@ -146,7 +146,7 @@ impl<'w> MlpPolicy<'w> {
 
     /// The logits for one observation, whose sum of exponentials is not 1, or
     /// the values of the actions.
-    pub fn logits<'s>(&self, observation: &[f32], scratch: &'s mut Scratch) -> &'s [f32] {
+    pub fn logits<'s>(&self, observation: &[f32], scratch: &'s mut Activations) -> &'s [f32] {
         for (i, layer) in self.layers.iter().enumerate() {
             let input = if i == 0 {
                 observation
@@ -168,16 +168,16 @@ impl<'w> MlpPolicy<'w> {
 impl Policy for MlpPolicy<'_> {
     type Action = u32;
 
-    fn scratch(&self) -> Scratch {
+    fn scratch(&self) -> Activations {
         let widest = self.layers.iter().map(|layer| layer.bias.len()).max();
         let buffer = vec![0.0; widest.unwrap_or(0)];
-        Scratch {
+        Activations {
             input: buffer.clone(),
             output: buffer,
         }
     }
 
-    fn sample(&self, observation: &[f32], scratch: &mut Scratch, rng: &mut EnvRng) -> Choice {
+    fn sample(&self, observation: &[f32], scratch: &mut Activations, rng: &mut EnvRng) -> Choice {
         let outputs = self.logits(observation, scratch);
         let Some(epsilon) = self.epsilon else {
             return draw(outputs, rng.random());
@@ -189,7 +189,7 @@ impl Policy for MlpPolicy<'_> {
         epsilon_greedy(action, outputs, epsilon)
     }
 
-    fn greedy(&self, observation: &[f32], scratch: &mut Scratch) -> Choice {
+    fn greedy(&self, observation: &[f32], scratch: &mut Activations) -> Choice {
         let outputs = self.logits(observation, scratch);
         let best = greatest(outputs);
         match self.epsilon {

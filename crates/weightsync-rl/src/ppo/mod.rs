@@ -137,7 +137,7 @@ impl Ppo {
     /// [`Error::Candle`] if a tensor operation fails, as it does when the
     /// observations' length or the kind of actions is not that of the model.
     pub fn update(&mut self, frames: &Frames) -> Result<UpdateStats, Error> {
-        let batch = Batch::new(&self.model, frames, &self.config)?;
+        let batch = TensorBatch::new(&self.model, frames, &self.config)?;
         let mut order: Vec<u32> = (0..frames.len() as u32).collect();
         let mut stats = UpdateStats::default();
         for _ in 0..self.config.epochs {
@@ -160,7 +160,7 @@ impl Ppo {
     }
 
     /// One step on one minibatch; returns its KL estimate.
-    fn step(&mut self, batch: &Batch, stats: &mut UpdateStats) -> Result<f64, Error> {
+    fn step(&mut self, batch: &TensorBatch, stats: &mut UpdateStats) -> Result<f64, Error> {
         let (chosen, entropy) = self.model.evaluate(&batch.observations, &batch.actions)?;
         let log_ratio = (chosen - &batch.log_probs)?;
         let ratio = log_ratio.exp()?;
@@ -195,7 +195,7 @@ impl Learner for Ppo {
 }
 
 /// Frames as tensors, first dimension all frames or a selection of them.
-struct Batch {
+struct TensorBatch {
     observations: Tensor,
     /// Discrete ones `[N, 1]`, as `gather` wants them; continuous ones with all
     /// their quantities.
@@ -207,7 +207,7 @@ struct Batch {
     returns: Tensor,
 }
 
-impl Batch {
+impl TensorBatch {
     fn new(model: &ActorCritic, frames: &Frames, config: &PpoConfig) -> Result<Self, Error> {
         let n = frames.len();
         let observed =

@@ -7,7 +7,7 @@ use rand::SeedableRng;
 use crate::{
     Error,
     env::EnvRng,
-    learn::{Mlp, Variables, Weights},
+    learn::{Mlp, Variables, WeightsCopy},
     policy::LOG_SQRT_TAU,
 };
 
@@ -133,7 +133,7 @@ impl ActorCritic {
     ///
     /// # Errors
     /// [`Error::Candle`] if a tensor cannot be read.
-    pub fn weights(&self) -> Result<Weights, Error> {
+    pub fn weights(&self) -> Result<WeightsCopy, Error> {
         self.variables.weights(self.actor.inputs()?)
     }
 }

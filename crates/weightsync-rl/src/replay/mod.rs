@@ -54,7 +54,7 @@ mod schema;
 mod tests;
 
 use disk::{Disk, Files};
-use ring::Memory;
+use ring::MemoryRing;
 use sampler::Draws;
 pub use sampler::{Drawn, Prioritised, Sampler, Slices};
 pub use schema::{Column, Schema};
@@ -82,11 +82,11 @@ pub struct ReplayBuffer {
 /// first takes out those that it overwrites, and puts in the new ones last.
 struct Ring {
     live: Range<u64>,
-    storage: Storage,
+    storage: RingStorage,
 }
 
-enum Storage {
-    Memory(Memory),
+enum RingStorage {
+    Memory(MemoryRing),
     Disk(Disk),
 }
 
@@ -103,7 +103,7 @@ pub struct Sample {
 
 /// The settings of a [`ReplayBuffer`].
 #[derive(Clone, Debug)]
-pub struct Builder {
+pub struct ReplayBufferBuilder {
     schema: Schema,
     capacity: usize,
     ndim: usize,
@@ -111,7 +111,7 @@ pub struct Builder {
     seed: u64,
 }
 
-impl Builder {
+impl ReplayBufferBuilder {
     /// The number of frames that fit. There is no default.
     pub fn capacity(mut self, frames: usize) -> Self {
         self.capacity = frames;
@@ -143,8 +143,8 @@ impl Builder {
     /// [`Error::ReplaySettings`] if a setting cannot be.
     pub fn in_memory(self) -> Result<ReplayBuffer, Error> {
         let draws = self.check()?;
-        let memory = Memory::new(self.schema.all_frame_bytes(), self.capacity)?;
-        Ok(self.build(draws, 0..0, Storage::Memory(memory), None))
+        let memory = MemoryRing::new(self.schema.all_frame_bytes(), self.capacity)?;
+        Ok(self.build(draws, 0..0, RingStorage::Memory(memory), None))
     }
 
     /// The buffer in a directory, with the frames that are in it; an empty one
@@ -196,7 +196,7 @@ impl Builder {
         // What comes is of another program, which numbers its trajectories from 0 again.
         draws.end_trajectories();
         let files = disk.files().clone();
-        Ok(self.build(draws, live, Storage::Disk(disk), Some(files)))
+        Ok(self.build(draws, live, RingStorage::Disk(disk), Some(files)))
     }
 
     /// Checks all settings, and makes what draws.
@@ -222,7 +222,7 @@ impl Builder {
         self,
         draws: Draws,
         live: Range<u64>,
-        storage: Storage,
+        storage: RingStorage,
         files: Option<Arc<Files>>,
     ) -> ReplayBuffer {
         ReplayBuffer {
@@ -239,8 +239,8 @@ impl Builder {
 
 impl ReplayBuffer {
     /// Settings to begin with.
-    pub fn builder(schema: Schema) -> Builder {
-        Builder {
+    pub fn builder(schema: Schema) -> ReplayBufferBuilder {
+        ReplayBufferBuilder {
             schema,
             capacity: 0,
             ndim: 1,
@@ -338,8 +338,8 @@ impl ReplayBuffer {
         draws.evict(ring.live.start..oldest);
         ring.live.start = oldest;
         match &mut ring.storage {
-            Storage::Memory(memory) => memory.write(ids.clone(), columns),
-            Storage::Disk(disk) => disk.write(ids.clone(), columns, &sums)?,
+            RingStorage::Memory(memory) => memory.write(ids.clone(), columns),
+            RingStorage::Disk(disk) => disk.write(ids.clone(), columns, &sums)?,
         }
         let column = draws.reads_column().map(|column| columns[column]);
         draws.append(ids.clone(), column);
@@ -437,7 +437,7 @@ impl ReplayBuffer {
         let end = self.read().live.end;
         let mut done = files.sync_frames();
         if done.is_ok()
-            && let Storage::Disk(disk) = &mut self.write().storage
+            && let RingStorage::Disk(disk) = &mut self.write().storage
         {
             done = disk.flushed(end);
         }
@@ -504,8 +504,8 @@ impl Ring {
         for (column, out) in columns.iter_mut().enumerate() {
             let ids = ids.iter().copied();
             match &self.storage {
-                Storage::Memory(memory) => memory.read(column, ids, out),
-                Storage::Disk(disk) => disk.read(column, ids, out)?,
+                RingStorage::Memory(memory) => memory.read(column, ids, out),
+                RingStorage::Disk(disk) => disk.read(column, ids, out)?,
             }
         }
         Ok(())

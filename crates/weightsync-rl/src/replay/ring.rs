@@ -56,13 +56,13 @@ pub(super) fn stretches(
 }
 
 /// The columns of a ring in this process's memory, each mapped on its own.
-pub(super) struct Memory {
+pub(super) struct MemoryRing {
     columns: Vec<MmapMut>,
     frame_bytes: Vec<usize>,
     capacity: usize,
 }
 
-impl Memory {
+impl MemoryRing {
     /// Room for `capacity` frames, whose bytes the caller has checked to be a
     /// number.
     ///

@@ -4,7 +4,7 @@ use super::{Rollout, RolloutOptions, Stepping, actions_rng};
 use crate::{
     Error,
     collector::Task,
-    env::{Action, Env, Envs, Store, Transition, check_policy},
+    env::{Action, Env, Envs, StoredAction, Transition, check_policy},
     frames::{Actions, Frames},
 };
 

@@ -6,7 +6,7 @@ use rustix::process::{Signal, kill_process};
 use weightsync_engine::{Tensors, WorkerId, worker::Spawn};
 use weightsync_rl::{
     Error,
-    collector::{Batch, Ending, MultiAsync, MultiSync, Restarted, Sync, Task},
+    collector::{Batch, MultiAsync, MultiSync, Restarted, Sync, Task, WorkerEnding},
 };
 
 use weightsync_conformance::scale::{patience, slowness};
@@ -98,7 +98,7 @@ fn limit() -> Duration {
 fn assert_hung(restarted: &Restarted, worker: u32, stopped: u32, limit: Duration) {
     assert_eq!(restarted.worker, WorkerId(worker));
     match &restarted.exit {
-        Ending::GivenUp { reason, exit } => {
+        WorkerEnding::GivenUp { reason, exit } => {
             assert_eq!(*reason, format!("it took more than {limit:?} for one part"));
             let exit = exit.as_ref().expect("a process");
             assert_eq!((exit.signal, exit.pid), (Some(9), stopped));

@@ -6,7 +6,7 @@ use rustix::process::{Signal, kill_process};
 use weightsync_engine::{Tensors, Version, WorkerId};
 use weightsync_rl::{
     Error,
-    collector::{Async, Batch, Ending, MultiAsync, MultiSync, Sync, Task},
+    collector::{Async, Batch, MultiAsync, MultiSync, Sync, Task, WorkerEnding},
     frames::{CatResults, Frames},
 };
 
@@ -329,7 +329,7 @@ fn trajectory_ids_are_not_used_again_after_a_death() -> Outcome {
         while !restarted {
             let batch = collector.next_batch()?;
             let exit = batch.restarts.first().map(|restart| &restart.exit);
-            restarted = matches!(exit, Some(Ending::Process(_)));
+            restarted = matches!(exit, Some(WorkerEnding::Process(_)));
             batches.push(batch);
         }
     }

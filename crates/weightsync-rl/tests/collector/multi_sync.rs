@@ -9,7 +9,7 @@ use weightsync_engine::{
 };
 use weightsync_rl::{
     Error,
-    collector::{Batch, Builder, MultiSync, Task},
+    collector::{Batch, CollectorBuilder, MultiSync, Task},
 };
 
 use weightsync_conformance::scale::patience;
@@ -319,7 +319,7 @@ fn impossible_batches_are_refused() -> Outcome {
     Ok(())
 }
 
-fn builder() -> Builder {
+fn builder() -> CollectorBuilder {
     MultiSync::builder(Task::CartPole)
         .workers(3)
         .envs_per_worker(2)

@@ -2,7 +2,9 @@
 
 use weightsync_rl::{
     Error,
-    collector::{Async, Batch, Builder, MultiAsync, MultiSync, Sync, Task, kind::Kind},
+    collector::{
+        Async, Batch, CollectorBuilder, MultiAsync, MultiSync, Sync, Task, kind::CollectorKind,
+    },
     frames::Frames,
     rollout::Exploration,
 };
@@ -45,7 +47,7 @@ struct Options {
     init_random_frames: usize,
 }
 
-fn set<K: Kind>(builder: Builder<K>, options: Options) -> Builder<K> {
+fn set<K: CollectorKind>(builder: CollectorBuilder<K>, options: Options) -> CollectorBuilder<K> {
     builder
         .frames_per_batch(40)
         .total_frames(150)

@@ -17,7 +17,7 @@ use serde::de::DeserializeOwned;
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
-use weightsync_net::tls::{AsyncStream, Peer, Tls, refusal};
+use weightsync_net::tls::{AsyncStream, Tls, TlsPeer, refusal};
 
 use super::Bearer;
 
@@ -122,9 +122,9 @@ impl Encryption {
 
     async fn encrypt(&self, socket: TcpStream, addr: SocketAddr) -> std::io::Result<AsyncStream> {
         let peer = match &self.to {
-            To::Service(host) => Peer::Trainer(host),
-            To::Sender => Peer::Sender(addr.ip()),
-            To::Worker => Peer::Worker(addr.ip()),
+            To::Service(host) => TlsPeer::Trainer(host),
+            To::Sender => TlsPeer::Sender(addr.ip()),
+            To::Worker => TlsPeer::Worker(addr.ip()),
         };
         AsyncStream::dial(socket, self.tls.as_ref(), addr, peer).await
     }
@@ -150,7 +150,7 @@ struct Connection {
 
 /// Whether a peer can be reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Reach {
+pub(crate) enum Reachability {
     /// The system accepts connections, so the process is there.
     Here,
     /// The system answers, but nothing listens.
@@ -216,7 +216,7 @@ impl Client {
         self: &Arc<Self>,
         ask: Ask,
         patience: Duration,
-    ) -> Result<Reply, Fault> {
+    ) -> Result<HttpReply, Fault> {
         let answer = async {
             if let Some(kept) = self.kept()
                 && let Ok(reply) = self.ask_by(kept, &ask).await
@@ -237,15 +237,15 @@ impl Client {
 
     /// Whether the peer's system answers within this time. It also answers for a stopped process.
     pub(crate) async fn is_reachable(&self, patience: Duration) -> bool {
-        self.reach(patience).await == Reach::Here
+        self.reach(patience).await == Reachability::Here
     }
 
     /// Tries to connect to the peer within that time.
-    pub(crate) async fn reach(&self, patience: Duration) -> Reach {
+    pub(crate) async fn reach(&self, patience: Duration) -> Reachability {
         match timeout(patience, TcpStream::connect(self.addr)).await {
-            Ok(Ok(_)) => Reach::Here,
-            Ok(Err(error)) if error.kind() == ErrorKind::ConnectionRefused => Reach::Refused,
-            Ok(Err(_)) | Err(_) => Reach::Away,
+            Ok(Ok(_)) => Reachability::Here,
+            Ok(Err(error)) if error.kind() == ErrorKind::ConnectionRefused => Reachability::Refused,
+            Ok(Err(_)) | Err(_) => Reachability::Away,
         }
     }
 
@@ -253,7 +253,7 @@ impl Client {
         self: &Arc<Self>,
         mut connection: Connection,
         ask: &Ask,
-    ) -> Result<Reply, Fault> {
+    ) -> Result<HttpReply, Fault> {
         let mut request = Request::builder()
             .method(ask.method.clone())
             .uri(&ask.path)
@@ -281,7 +281,7 @@ impl Client {
         if is_plain && response.status() == StatusCode::UPGRADE_REQUIRED {
             return Err(Fault::NeedsTls { addr: self.addr });
         }
-        Ok(Reply {
+        Ok(HttpReply {
             status: response.status(),
             body: response.into_body(),
             connection,
@@ -382,14 +382,14 @@ pub(super) fn tune(stream: &TcpStream) -> std::io::Result<()> {
 
 /// An answer whose body has not been read yet.
 #[derive(Debug)]
-pub(crate) struct Reply {
+pub(crate) struct HttpReply {
     pub(crate) status: StatusCode,
     body: Incoming,
     connection: Connection,
     client: Arc<Client>,
 }
 
-impl Reply {
+impl HttpReply {
     /// The whole body, if it has at most `limit` bytes.
     pub(crate) async fn bytes(mut self, limit: usize, patience: Duration) -> Result<Bytes, Fault> {
         let mut all = BytesMut::new();
@@ -451,7 +451,7 @@ impl Reply {
 /// A body of lines; each line is a JSON value.
 #[derive(Debug)]
 pub(crate) struct Lines {
-    reply: Reply,
+    reply: HttpReply,
     rest: BytesMut,
 }
 
@@ -484,13 +484,13 @@ impl Lines {
 
 #[cfg(test)]
 mod tests {
-    use weightsync_net::tls::{Asks, Part, Request, make};
+    use weightsync_net::tls::{CertificateRequest, CertificateRole, ClientAuth, make};
 
     use super::*;
     use crate::http::HttpThread;
 
     fn pki(folder: &tempfile::TempDir, name: &str) -> std::path::PathBuf {
-        let request = Request {
+        let request = CertificateRequest {
             out: folder.path().join(name),
             hosts: vec!["127.0.0.1".into()],
             days: 2,
@@ -499,7 +499,7 @@ mod tests {
         request.out
     }
 
-    fn read(path: &std::path::Path, part: Part) -> Tls {
+    fn read(path: &std::path::Path, part: CertificateRole) -> Tls {
         Tls::read(path, part).unwrap().on_loopback()
     }
 
@@ -512,14 +512,18 @@ mod tests {
         let file = theirs.join("worker.pem");
         let trusts = std::fs::read_to_string(&file).unwrap() + &authority;
         std::fs::write(&file, trusts).unwrap();
-        let (server, client) = (read(&ours, Part::Trainer), read(&theirs, Part::Worker));
+        let (server, client) = (
+            read(&ours, CertificateRole::Trainer),
+            read(&theirs, CertificateRole::Worker),
+        );
         let (said, heard) = std::sync::mpsc::channel();
         let thread = HttpThread::start("test", move |_| async move {
             let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
             let addr = listener.local_addr().unwrap();
             tokio::spawn(async move {
                 let (stream, from) = listener.accept().await.unwrap();
-                let refused = AsyncStream::accept(stream, Some(&server), from, Asks::Certificate);
+                let refused =
+                    AsyncStream::accept(stream, Some(&server), from, ClientAuth::Certificate);
                 drop(refused.await);
             });
             let encryption = Encryption {

@@ -9,6 +9,6 @@ mod thread;
 
 pub(crate) use self::bearer::{Bearer, ProofKey};
 pub(crate) use self::body::{LinesBody, problem, read};
-pub(crate) use self::client::{Ask, Client, Encryption, Fault, Lines, Reach, Reply, To};
-pub(crate) use self::server::{Came, Limits, Server};
+pub(crate) use self::client::{Ask, Client, Encryption, Fault, HttpReply, Lines, Reachability, To};
+pub(crate) use self::server::{ConnectionInfo, Limits, Server};
 pub(crate) use self::thread::{HttpThread, Stopping};

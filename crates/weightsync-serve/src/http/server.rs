@@ -26,9 +26,9 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use weightsync_engine::transport::raise_files;
-use weightsync_net::admission::{Admitted, Doing, Full, Room};
+use weightsync_net::admission::{Admitted, ConnectionLimits, Doing, Full};
 use weightsync_net::log_limiter::{self, LogLimiter};
-use weightsync_net::tls::{Asks, AsyncStream, Part, Tls, refusal};
+use weightsync_net::tls::{AsyncStream, CertificateRole, ClientAuth, Tls, refusal};
 
 use super::client::tune;
 use super::{Bearer, Stopping};
@@ -94,7 +94,7 @@ pub(crate) struct Server {
 struct Admission {
     bearer: Bearer,
     /// The certificates, and what those who connect must have. Without it connections are plain.
-    tls: Option<(Tls, Asks)>,
+    tls: Option<(Tls, ClientAuth)>,
     connections: Mutex<Admitted<Arc<Notify>>>,
     complaints: Mutex<LogLimiter>,
 }
@@ -110,7 +110,7 @@ struct Visit {
     is_known: AtomicBool,
     /// It is closed for another connection.
     closed: Arc<Notify>,
-    unsent: Unsent,
+    unsent: UnsentAnswer,
     limits: Limits,
 }
 
@@ -121,7 +121,7 @@ impl Server {
     pub(crate) fn new(
         listener: TcpListener,
         bearer: Bearer,
-        tls: Option<(Tls, Asks)>,
+        tls: Option<(Tls, ClientAuth)>,
         limits: Limits,
     ) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
@@ -203,7 +203,7 @@ impl Visit {
             number: number.into(),
             is_known: AtomicBool::new(false),
             closed,
-            unsent: Unsent::default(),
+            unsent: UnsentAnswer::default(),
             limits,
         })
     }
@@ -267,9 +267,9 @@ impl Drop for Busy {
 
 /// The request of a connection whose answer is on its way, if all frames of that were taken.
 #[derive(Clone, Debug, Default)]
-struct Unsent(Arc<Mutex<Option<Busy>>>);
+struct UnsentAnswer(Arc<Mutex<Option<Busy>>>);
 
-impl Unsent {
+impl UnsentAnswer {
     fn take(&self) -> Option<Busy> {
         self.busy().take()
     }
@@ -283,7 +283,7 @@ impl Unsent {
 struct AnswerBody {
     body: Body,
     busy: Option<Busy>,
-    unsent: Unsent,
+    unsent: UnsentAnswer,
 }
 
 impl Drop for AnswerBody {
@@ -295,7 +295,7 @@ impl Drop for AnswerBody {
 /// A connection's stream. A request is over when its answer has been written to it, to the end.
 struct AnswerStream {
     stream: TokioIo<AsyncStream>,
-    unsent: Unsent,
+    unsent: UnsentAnswer,
 }
 
 impl rt::Read for AnswerStream {
@@ -373,7 +373,7 @@ impl Admission {
     ) -> Result<u64, Full> {
         let mut connections = self.connections();
         // Calls to workers take the other half of the descriptors.
-        let room = Room::within_descriptors(limits.connections, connections.count());
+        let room = ConnectionLimits::within_descriptors(limits.connections, connections.count());
         let entered = connections.enter(from.ip(), doing, &room, closed.clone());
         drop(connections);
         match entered {
@@ -461,7 +461,7 @@ async fn connection(
     let Some((stream, is_plain)) = accepted else {
         return;
     };
-    let came = Came {
+    let came = ConnectionInfo {
         from: peer.ip().to_canonical(),
         is_encrypted: stream.is_encrypted(),
         part: stream.part(),
@@ -535,13 +535,13 @@ async fn connection(
 
 /// An extension of a request: the connection over which it came.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Came {
+pub(crate) struct ConnectionInfo {
     /// The client's address. That of a proxy, if there is one between.
     pub(crate) from: IpAddr,
     /// Whether it is HTTPS.
     pub(crate) is_encrypted: bool,
     /// What the client is, by its certificate.
-    pub(crate) part: Option<Part>,
+    pub(crate) part: Option<CertificateRole>,
 }
 
 /// The connection, encrypted if it is to be, and whether it is plain and must not be. None: it has
@@ -553,7 +553,7 @@ async fn encrypted(
 ) -> Option<(AsyncStream, bool)> {
     let (tls, asks) = match &admission.tls {
         Some((tls, asks)) => (Some(tls), *asks),
-        None => (None, Asks::IfAny),
+        None => (None, ClientAuth::IfAny),
     };
     match AsyncStream::accept(stream, tls, from, asks).await {
         Ok(accepted) => Some(accepted),

@@ -37,7 +37,7 @@ use weightsync_engine::transport::{
 use weightsync_engine::{AnyScheme, Capabilities, Error, ModelId, Result, SenderStatus};
 use weightsync_net::access::encrypts_loopback;
 use weightsync_net::reach::{self, Reached};
-use weightsync_net::tls::Part;
+use weightsync_net::tls::CertificateRole;
 use weightsync_net::{Access, AccessError};
 
 use self::error::RpcError;
@@ -194,7 +194,7 @@ impl Rpc {
             Some(access) => Ok(access.clone()),
             None => {
                 let tls = self.tls.as_deref();
-                Access::from_env().and_then(|access| access.with_tls(Part::Trainer, tls))
+                Access::from_env().and_then(|access| access.with_tls(CertificateRole::Trainer, tls))
             }
         };
         self.with_plaintext(access)
@@ -218,7 +218,8 @@ impl Rpc {
             }
             None => {
                 let tls = self.tls.as_deref();
-                Access::from_env().and_then(|access| access.with_told_tls(Part::Worker, tls))
+                Access::from_env()
+                    .and_then(|access| access.with_told_tls(CertificateRole::Worker, tls))
             }
         };
         self.with_plaintext(access)

@@ -118,7 +118,7 @@ pub(crate) enum FromWorker {
 
 /// One version of a call.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Part {
+pub(crate) struct SetPart {
     /// The model's place among the sender's.
     pub(crate) model: usize,
     pub(crate) version: Version,
@@ -140,7 +140,7 @@ pub(crate) struct Call {
     pub(crate) sequence: u64,
     /// Where the versions are fetched, as `http://ADDRESS:PORT`.
     pub(crate) url: String,
-    pub(crate) models: Vec<Part>,
+    pub(crate) models: Vec<SetPart>,
 }
 
 /// A line of the answer to [`Call`].
@@ -193,7 +193,7 @@ pub(crate) enum WorkerMessage {
 /// The question for a set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Question {
-    pub(crate) want: WireWant,
+    pub(crate) want: WantKind,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) model: Option<usize>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -205,7 +205,7 @@ pub(crate) struct Question {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum WireWant {
+pub(crate) enum WantKind {
     Newest,
     AtLeast,
     Exactly,
@@ -216,12 +216,12 @@ pub(crate) enum WireWant {
 pub(crate) struct Asked {
     /// 0 for a set other than the newest.
     pub(crate) sequence: u64,
-    pub(crate) models: Vec<Part>,
+    pub(crate) models: Vec<SetPart>,
 }
 
 /// The body of an answer that is no success.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Problem {
+pub(crate) struct RpcProblem {
     pub(crate) error: String,
     /// For a version that is not kept: the versions that are, newest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -297,7 +297,7 @@ impl TryFrom<String> for Digits {
     }
 }
 
-impl Part {
+impl SetPart {
     /// Whether it is of a version of this layout, block by block.
     pub(crate) fn is_of(&self, layout: &Layout) -> bool {
         let blocks = layout.bytes().div_ceil(BLOCK);

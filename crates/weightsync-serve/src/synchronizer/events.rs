@@ -16,13 +16,13 @@ const KEPT: usize = 512;
 
 /// Something that happened.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub(super) struct Record {
+pub(super) struct EventRecord {
     /// Counts up from 1.
     pub(super) number: u64,
     /// When, in milliseconds since 1970.
     pub(super) at_ms: u64,
     #[serde(flatten)]
-    pub(super) what: What,
+    pub(super) what: EventKind,
     pub(super) role: Role,
     pub(super) name: String,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -38,7 +38,7 @@ pub(super) struct Record {
 /// What happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "event", content = "ended")]
-pub(super) enum What {
+pub(super) enum EventKind {
     /// A party has joined.
     Joined,
     /// It stopped in order.
@@ -57,7 +57,7 @@ pub(super) enum What {
     NotSaved,
 }
 
-impl fmt::Display for Record {
+impl fmt::Display for EventRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {:?} {}", self.role, self.name, self.what.in_words())?;
         if let Some(version) = self.version {
@@ -70,7 +70,7 @@ impl fmt::Display for Record {
     }
 }
 
-impl What {
+impl EventKind {
     fn in_words(self) -> &'static str {
         match self {
             Self::Joined => "has joined",
@@ -96,12 +96,12 @@ impl What {
 
 /// The events of a service.
 #[derive(Clone, Debug)]
-pub(super) struct Events(Arc<Inner>);
+pub(super) struct Events(Arc<EventLog>);
 
 #[derive(Debug)]
-struct Inner {
-    last: Mutex<(u64, VecDeque<Arc<Record>>)>,
-    live: broadcast::Sender<Arc<Record>>,
+struct EventLog {
+    last: Mutex<(u64, VecDeque<Arc<EventRecord>>)>,
+    live: broadcast::Sender<Arc<EventRecord>>,
     /// Counts changes of the status, which are more than the events: a step is none.
     changes: watch::Sender<u64>,
 }
@@ -109,7 +109,7 @@ struct Inner {
 impl Default for Events {
     fn default() -> Self {
         let (live, _) = broadcast::channel(KEPT);
-        Self(Arc::new(Inner {
+        Self(Arc::new(EventLog {
             last: Mutex::default(),
             live,
             changes: watch::Sender::new(0),
@@ -118,8 +118,14 @@ impl Default for Events {
 }
 
 impl Events {
-    pub(super) fn note(&self, what: What, role: Role, name: &str, more: impl FnOnce(&mut Record)) {
-        let mut record = Record {
+    pub(super) fn note(
+        &self,
+        what: EventKind,
+        role: Role,
+        name: &str,
+        more: impl FnOnce(&mut EventRecord),
+    ) {
+        let mut record = EventRecord {
             number: 0,
             at_ms: since_1970(),
             what,
@@ -160,14 +166,14 @@ impl Events {
     pub(super) fn after(
         &self,
         number: u64,
-    ) -> (Vec<Arc<Record>>, broadcast::Receiver<Arc<Record>>) {
+    ) -> (Vec<Arc<EventRecord>>, broadcast::Receiver<Arc<EventRecord>>) {
         let last = self.last();
         let number = if number > last.0 { 0 } else { number };
         let kept = last.1.iter().filter(|record| record.number > number);
         (kept.cloned().collect(), self.0.live.subscribe())
     }
 
-    fn last(&self) -> MutexGuard<'_, (u64, VecDeque<Arc<Record>>)> {
+    fn last(&self) -> MutexGuard<'_, (u64, VecDeque<Arc<EventRecord>>)> {
         self.0.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

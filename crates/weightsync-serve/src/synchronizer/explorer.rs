@@ -8,8 +8,8 @@ use weightsync_engine::transport::{Deadline, deadline};
 use weightsync_engine::{InitInfo, Result, Version};
 
 use super::SyncError;
-use super::link::{Link, Unanswered};
-use super::membership::{LOOK, Membership, left, ms};
+use super::link::{ServiceLink, Unanswered};
+use super::membership::{LOOK, PartyMembership, left, ms};
 use super::party::{PartyOptions, is_mended};
 use super::wire::{Ended, NeedAnswer, Reply, Request, Role, SyncAnswer, short};
 
@@ -18,7 +18,7 @@ use super::wire::{Ended, NeedAnswer, Reply, Request, Role, SyncAnswer, short};
 /// Dropping it tells the synchronizer that it has failed, unless it has [left](Self::leave) in order.
 #[derive(Debug)]
 pub struct Explorer {
-    membership: Membership,
+    membership: PartyMembership,
     eval_interval: Option<NonZero<u64>>,
 }
 
@@ -38,13 +38,13 @@ pub struct Fetch {
 
 impl Explorer {
     pub(super) fn join(
-        link: Link,
+        link: ServiceLink,
         options: PartyOptions,
         timeout: Option<Duration>,
     ) -> Result<Self> {
         let eval_interval = options.eval_interval;
         let join = options.join(Role::Explorer, None);
-        let membership = Membership::join(link, join, deadline(timeout))?;
+        let membership = PartyMembership::join(link, join, deadline(timeout))?;
         Ok(Self {
             membership,
             eval_interval,

@@ -24,7 +24,7 @@ use weightsync_engine::safetensors_format::Shard;
 use weightsync_engine::{Digest, Layout, ModelId, Run, Snapshot, Version};
 use weightsync_store::{Result as StoreResult, StoredWeights};
 
-use super::server::{Serving, Turns, refused};
+use super::server::{BlockingTurns, RouteState, refused};
 use super::watching::look;
 use crate::http::range;
 
@@ -46,7 +46,7 @@ const PART: u64 = 1 << 20;
 const COPIED: u64 = 256 << 10;
 
 #[derive(Serialize)]
-struct Listed {
+struct ListedVersion {
     version: Version,
     files: Vec<ListedFile>,
 }
@@ -60,14 +60,14 @@ struct ListedFile {
 
 /// The files of a version.
 pub(super) async fn list(
-    State(serving): State<Arc<Serving>>,
+    State(serving): State<Arc<RouteState>>,
     Path(version): Path<String>,
 ) -> Response {
     let models = match find(&serving, &version).await {
         Ok(models) => models,
         Err(refusal) => return *refusal,
     };
-    let listed = |model: &Weights| {
+    let listed = |model: &VersionWeights| {
         let file = File::of(model.clone()).map_err(|refusal| refusal.to_string())?;
         Ok(ListedFile {
             name: format!("{}{ENDING}", model.model()),
@@ -77,7 +77,7 @@ pub(super) async fn list(
     };
     let files: Result<Vec<_>, String> = models.iter().map(listed).collect();
     match files {
-        Ok(files) => Json(Listed {
+        Ok(files) => Json(ListedVersion {
             version: models[0].version(),
             files,
         })
@@ -88,7 +88,7 @@ pub(super) async fn list(
 
 /// One of them, or a range of its bytes.
 pub(super) async fn file(
-    State(serving): State<Arc<Serving>>,
+    State(serving): State<Arc<RouteState>>,
     Path((version, file)): Path<(String, String)>,
     request: HeaderMap,
 ) -> Response {
@@ -132,7 +132,7 @@ pub(super) async fn file(
     if known.is_some_and(|known| known.split(',').any(|one| one.trim() == tag)) {
         return (StatusCode::NOT_MODIFIED, headers).into_response();
     }
-    if let Weights::Stored(stored) = model {
+    if let VersionWeights::Stored(stored) = model {
         match compare(stored.clone(), &serving.app.compares).await {
             Some(Ok(())) => {}
             Some(Err(error)) => return refused(StatusCode::NOT_FOUND, error.to_string()),
@@ -162,7 +162,7 @@ pub(super) async fn file(
 }
 
 /// Compares a version of the store with its digest, as long as somebody waits for that.
-async fn compare(stored: Arc<StoredWeights>, turns: &Turns) -> Option<StoreResult<()>> {
+async fn compare(stored: Arc<StoredWeights>, turns: &BlockingTurns) -> Option<StoreResult<()>> {
     let waits = Arc::new(());
     let waiting = Arc::downgrade(&waits);
     let goes_on = move || waiting.strong_count() > 0;
@@ -172,7 +172,7 @@ async fn compare(stored: Arc<StoredWeights>, turns: &Turns) -> Option<StoreResul
 }
 
 /// The models of a version that is held, or that the store has. There is at least one.
-async fn find(serving: &Serving, version: &str) -> Result<Vec<Weights>, Box<Response>> {
+async fn find(serving: &RouteState, version: &str) -> Result<Vec<VersionWeights>, Box<Response>> {
     let (held, shelf) = (serving.app.held.clone(), serving.app.shelf.clone());
     let number = match version {
         LATEST => look(serving).await.map_err(Box::new)?.newest,
@@ -189,11 +189,11 @@ async fn find(serving: &Serving, version: &str) -> Result<Vec<Weights>, Box<Resp
     let in_memory = serving.app.holds.take(move || held.snapshots(number)).await;
     let found = match (in_memory, shelf) {
         (Some(Ok(models)), _) if !models.is_empty() => {
-            Some(Ok(models.into_iter().map(Weights::Held).collect()))
+            Some(Ok(models.into_iter().map(VersionWeights::Held).collect()))
         }
         (Some(_), Some(shelf)) => {
             let looked = serving.app.looks.take(move || shelf.weights(number)).await;
-            looked.map(|stored| Ok(stored?.into_iter().map(Weights::Stored).collect()))
+            looked.map(|stored| Ok(stored?.into_iter().map(VersionWeights::Stored).collect()))
         }
         (Some(absent), None) => Some(absent.map(|_| Vec::new())),
         (None, _) => None,
@@ -211,14 +211,14 @@ async fn find(serving: &Serving, version: &str) -> Result<Vec<Weights>, Box<Resp
 
 /// A model's weights.
 #[derive(Clone, Debug)]
-enum Weights {
+enum VersionWeights {
     /// They are kept while they are sent, and not copied.
     Held(Snapshot),
     /// Their files are kept while they are sent.
     Stored(Arc<StoredWeights>),
 }
 
-impl Weights {
+impl VersionWeights {
     fn model(&self) -> &ModelId {
         match self {
             Self::Held(snapshot) => snapshot.model(),
@@ -250,7 +250,7 @@ impl Weights {
 
 /// A version as a file.
 struct File {
-    weights: Weights,
+    weights: VersionWeights,
     shard: Shard,
     header: Bytes,
     /// Where each tensor of the shard begins, and where it lies in the version.
@@ -259,7 +259,7 @@ struct File {
 }
 
 impl File {
-    fn of(weights: Weights) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
+    fn of(weights: VersionWeights) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
         let layout = weights.layout();
         let metadata = [
             ("format", "pt".to_owned()),
@@ -324,19 +324,19 @@ impl AsRef<[u8]> for HeldBytes {
 /// A download that finds its piece gone reads it again.
 #[derive(Clone)]
 pub(super) struct Pieces {
-    reads: Turns,
-    kept: Arc<Mutex<VecDeque<Piece>>>,
+    reads: BlockingTurns,
+    kept: Arc<Mutex<VecDeque<CachedPiece>>>,
     most: usize,
 }
 
 /// A piece, by the digest of its version and its number.
-struct Piece {
+struct CachedPiece {
     of: (Digest, usize),
     bytes: Bytes,
 }
 
 impl Pieces {
-    pub(super) fn new(reads: Turns, most: usize) -> Self {
+    pub(super) fn new(reads: BlockingTurns, most: usize) -> Self {
         Self {
             reads,
             kept: Arc::default(),
@@ -370,7 +370,7 @@ impl Pieces {
         // Another download may have read it meanwhile.
         if self.again(of).is_none() {
             let mut kept = self.kept();
-            let piece = Piece {
+            let piece = CachedPiece {
                 of,
                 bytes: bytes.clone(),
             };
@@ -382,7 +382,7 @@ impl Pieces {
         Ok(bytes)
     }
 
-    fn kept(&self) -> MutexGuard<'_, VecDeque<Piece>> {
+    fn kept(&self) -> MutexGuard<'_, VecDeque<CachedPiece>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -449,15 +449,15 @@ impl http_body::Body for FileBody {
             return Poll::Ready(None);
         }
         let most = match &self.file.weights {
-            Weights::Held(_) => PART,
-            Weights::Stored(_) => COPIED,
+            VersionWeights::Held(_) => PART,
+            VersionWeights::Stored(_) => COPIED,
         };
         let most = most.min(self.left.end - self.left.start);
         let bytes = match self.file.place(self.left.start, most) {
             FilePlace::Header(range) => self.file.header.slice(range),
             FilePlace::Image(range) => match self.file.weights.clone() {
-                Weights::Held(snapshot) => Bytes::from_owner(HeldBytes { snapshot, range }),
-                Weights::Stored(stored) => {
+                VersionWeights::Held(snapshot) => Bytes::from_owner(HeldBytes { snapshot, range }),
+                VersionWeights::Stored(stored) => {
                     match ready!(self.poll_stored(&stored, range, context)) {
                         Ok(bytes) => bytes,
                         Err(error) => return Poll::Ready(Some(Err(error))),

@@ -31,7 +31,7 @@ const STEPS: usize = 64;
 
 /// What a service finds when it starts.
 #[derive(Debug, Default)]
-pub(super) struct Found {
+pub(super) struct RestoredState {
     /// The newest version of the store, and its step if that is known.
     pub(super) newest: Option<(Version, Option<u64>)>,
     /// Its weights, if the service holds versions.
@@ -42,7 +42,7 @@ pub(super) struct Found {
     pub(super) saver: Option<Saver>,
     /// The store, for those that read it by HTTP.
     pub(super) shelf: Option<Shelf>,
-    pub(super) record: Record,
+    pub(super) record: ServiceRecord,
 }
 
 /// The settings of what lasts.
@@ -80,11 +80,11 @@ impl Lasting {
         Err(super::settings::bad(setting, expected, &got))
     }
 
-    pub(super) fn find(&self, method: Method) -> Result<Found> {
+    pub(super) fn find(&self, method: Method) -> Result<RestoredState> {
         self.check(method)?;
-        let mut found = Found {
-            record: Record::read(self.run_dir.clone())?,
-            ..Found::default()
+        let mut found = RestoredState {
+            record: ServiceRecord::read(self.run_dir.clone())?,
+            ..RestoredState::default()
         };
         let Some(address) = &self.store else {
             return Ok(found);
@@ -128,7 +128,7 @@ impl Lasting {
 
 /// What a later life of the service has to know.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub(super) struct Record {
+pub(super) struct ServiceRecord {
     /// The highest epoch of a trainer.
     pub(super) epoch: Epoch,
     /// Tells versions of this life, and of those with its record, from others of the same number.
@@ -145,7 +145,7 @@ pub(super) struct Record {
     file: Option<PathBuf>,
 }
 
-impl Record {
+impl ServiceRecord {
     fn new() -> Result<Self> {
         let lineage = u64::from_le_bytes(random()?);
         Ok(Self {
@@ -243,12 +243,12 @@ struct ShelfInner {
     known: Mutex<VecDeque<Known>>,
     /// Of versions that are not known any more, too. The oldest comes first.
     compared: Mutex<VecDeque<Arc<Comparison>>>,
-    listed: Mutex<Listed>,
+    listed: Mutex<NewestVersions>,
 }
 
 /// The numbers of the newest versions, and the head that lists them.
 #[derive(Debug, Default)]
-struct Listed {
+struct NewestVersions {
     head: Option<Vec<u8>>,
     versions: BTreeSet<Version>,
 }
@@ -339,7 +339,7 @@ impl Shelf {
         let models = found.iter().flat_map(|version| &version.models);
         let models = models.filter(|one| Some(&one.model) == model.as_ref());
         let versions: BTreeSet<_> = models.map(|one| one.version).collect();
-        *self.listed() = Listed {
+        *self.listed() = NewestVersions {
             head,
             versions: versions.clone(),
         };
@@ -351,7 +351,7 @@ impl Shelf {
         self.listed().versions.clone()
     }
 
-    fn listed(&self) -> MutexGuard<'_, Listed> {
+    fn listed(&self) -> MutexGuard<'_, NewestVersions> {
         self.0.listed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -399,7 +399,7 @@ mod tests {
         for (epoch, highest, is_kept) in [(7, 8, true), (u64::MAX, 8, false), (7, u64::MAX, false)]
         {
             let dir = tempfile::tempdir().unwrap();
-            let read = || Record::read(Some(dir.path().into())).unwrap();
+            let read = || ServiceRecord::read(Some(dir.path().into())).unwrap();
             let mut record = read();
             record.announce(Version(highest));
             record.note(Epoch(epoch), None);

@@ -16,8 +16,8 @@ use weightsync_net::address::{host_of, resolve, resolve_all};
 use weightsync_net::log_limiter::{self, LogLimiter};
 
 use super::SyncError;
-use super::service::{Caller, Input};
-use super::wire::{Join, Joined, MAX_ANSWER, MAX_BODY, Problem, Reply, Request};
+use super::service::{Caller, ServiceInput};
+use super::wire::{Join, JoinAnswer, MAX_ANSWER, MAX_BODY, Reply, Request, RequestProblem};
 use crate::http::{Ask, Bearer, Client, Encryption, Fault, HttpThread, Lines, To};
 
 /// The paths of a service.
@@ -55,15 +55,15 @@ pub(super) fn next_request() -> u64 {
 
 /// The way to a service.
 #[derive(Clone, Debug)]
-pub(super) enum Link {
+pub(super) enum ServiceLink {
     /// In the process that started it.
-    Local(mpsc::Sender<Input>, Origin),
-    Remote(Arc<Remote>),
+    Local(mpsc::Sender<ServiceInput>, Origin),
+    Remote(Arc<RemoteService>),
 }
 
 /// A service in another process.
 #[derive(Debug)]
-pub(super) struct Remote {
+pub(super) struct RemoteService {
     /// `HOST:PORT`, as it was given.
     name: String,
     access: Access,
@@ -71,7 +71,7 @@ pub(super) struct Remote {
     thread: Arc<HttpThread>,
 }
 
-impl Remote {
+impl RemoteService {
     /// The way to a service with this name, before any request.
     ///
     /// # Errors
@@ -141,16 +141,16 @@ fn client(at: SocketAddr, name: &str, access: &Access) -> Arc<Client> {
 
 /// A party's membership, which ends when this is dropped.
 #[derive(Debug)]
-pub(super) struct Connection {
+pub(super) struct PartyConnection {
     owner: Origin,
-    link: Link,
-    pub(super) joined: Joined,
+    link: ServiceLink,
+    pub(super) joined: JoinAnswer,
     /// Of a remote one: whether the service is still there. Dropping it ends the membership.
-    lifeline: Option<Lifeline>,
+    lifeline: Option<PartyLifeline>,
 }
 
 #[derive(Debug)]
-struct Lifeline {
+struct PartyLifeline {
     /// Requests go where the party has joined.
     client: Arc<Client>,
     ended: watch::Receiver<bool>,
@@ -158,7 +158,7 @@ struct Lifeline {
     owner: Origin,
 }
 
-impl Drop for Lifeline {
+impl Drop for PartyLifeline {
     fn drop(&mut self) {
         // A forked child has no such task.
         if self.owner.is_here() {
@@ -177,12 +177,12 @@ pub(super) enum Unanswered {
     #[error("{0}")]
     Untrusted(String),
     #[error(transparent)]
-    Told(Problem),
+    Told(RequestProblem),
     #[error(transparent)]
     Engine(#[from] Error),
 }
 
-impl Link {
+impl ServiceLink {
     /// Joins the service, and tries until the deadline if it is away. A party that was in also waits
     /// while certificates do not match: hosts get new ones one after another.
     pub(super) fn join(
@@ -190,7 +190,7 @@ impl Link {
         join: &Join,
         mut warnings: Option<&mut LogLimiter>,
         until: Deadline,
-    ) -> Result<Connection, Unanswered> {
+    ) -> Result<PartyConnection, Unanswered> {
         let mut pause = PAUSE;
         loop {
             let left = || until.map(|until| until.saturating_duration_since(Instant::now()));
@@ -222,16 +222,16 @@ impl Link {
         }
     }
 
-    fn try_join(&self, join: &Join, patience: Duration) -> Result<Connection, Unanswered> {
+    fn try_join(&self, join: &Join, patience: Duration) -> Result<PartyConnection, Unanswered> {
         match self {
             Self::Local(inputs, owner) => {
                 owner.check().map_err(Error::from)?;
                 let (answered, answer) = mpsc::sync_channel(1);
                 let answered = Box::new(move |joined| drop(answered.send(joined)));
-                let input = Input::Join(Box::new(join.clone()), Caller::Own, answered);
+                let input = ServiceInput::Join(Box::new(join.clone()), Caller::Own, answered);
                 inputs.send(input).map_err(|_| over())?;
                 let joined = wait(&answer)?.map_err(of_problem)?;
-                Ok(Connection {
+                Ok(PartyConnection {
                     owner: Origin::here(),
                     link: self.clone(),
                     joined,
@@ -249,14 +249,14 @@ impl Link {
                     follow(&client, ask, patience, |joined| drop(answered.send(joined))).await;
                     let _ = over.send(true);
                 });
-                let lifeline = Lifeline {
+                let lifeline = PartyLifeline {
                     client: of_party,
                     ended,
                     task: task.abort_handle(),
                     owner: Origin::here(),
                 };
                 let joined = wait(&answer)??;
-                Ok(Connection {
+                Ok(PartyConnection {
                     owner: Origin::here(),
                     link: self.clone(),
                     joined,
@@ -272,7 +272,7 @@ async fn follow(
     client: &Arc<Client>,
     ask: Ask,
     patience: Duration,
-    answer: impl FnOnce(Result<Joined, Unanswered>),
+    answer: impl FnOnce(Result<JoinAnswer, Unanswered>),
 ) {
     let lines = async {
         let reply = client.ask(ask, patience).await.map_err(of_fault)?;
@@ -281,7 +281,7 @@ async fn follow(
             status => return Err(of_refusal(client.addr(), status, reply).await),
         }
         let mut lines = reply.lines();
-        let joined = lines.next::<Joined>(PATIENCE).await.map_err(of_fault)?;
+        let joined = lines.next::<JoinAnswer>(PATIENCE).await.map_err(of_fault)?;
         let joined = joined.ok_or_else(|| Unanswered::Away("it ended its answer".into()))?;
         Ok((joined, lines))
     };
@@ -306,9 +306,13 @@ async fn read_signs(lines: &mut Lines, every: Duration, most: u32) {
     }
 }
 
-async fn of_refusal(addr: SocketAddr, status: StatusCode, reply: crate::http::Reply) -> Unanswered {
+async fn of_refusal(
+    addr: SocketAddr,
+    status: StatusCode,
+    reply: crate::http::HttpReply,
+) -> Unanswered {
     match status {
-        StatusCode::UNAUTHORIZED => Unanswered::Told(Problem::Refused {
+        StatusCode::UNAUTHORIZED => Unanswered::Told(RequestProblem::Refused {
             reason: format!(
                 "the synchronizer at {addr} refuses the token: give every party the token that the \
                  synchronizer has (WEIGHTSYNC_TOKEN_FILE)"
@@ -316,7 +320,7 @@ async fn of_refusal(addr: SocketAddr, status: StatusCode, reply: crate::http::Re
         }),
         _ => match reply.json(MAX_BODY, PATIENCE).await {
             Ok(problem) => of_problem(problem),
-            Err(_) => Unanswered::Told(Problem::Refused {
+            Err(_) => Unanswered::Told(RequestProblem::Refused {
                 reason: format!(
                     "{addr} answered {status}, which is no answer of a synchronizer: is another program \
                      at this address?"
@@ -326,9 +330,9 @@ async fn of_refusal(addr: SocketAddr, status: StatusCode, reply: crate::http::Re
     }
 }
 
-fn of_problem(problem: Problem) -> Unanswered {
+fn of_problem(problem: RequestProblem) -> Unanswered {
     match problem {
-        Problem::Unknown {} => Unanswered::Away(problem.to_string()),
+        RequestProblem::Unknown {} => Unanswered::Away(problem.to_string()),
         problem => Unanswered::Told(problem),
     }
 }
@@ -336,11 +340,11 @@ fn of_problem(problem: Problem) -> Unanswered {
 fn of_fault(fault: Fault) -> Unanswered {
     match fault {
         Fault::Tls { is_final: true, .. } => Unanswered::Untrusted(fault.to_string()),
-        Fault::NeedsTls { .. } => Unanswered::Told(Problem::Refused {
+        Fault::NeedsTls { .. } => Unanswered::Told(RequestProblem::Refused {
             reason: fault.to_string(),
         }),
         // It is there, and asking again would get the same.
-        Fault::TooLong { .. } | Fault::Json { .. } => Unanswered::Told(Problem::Refused {
+        Fault::TooLong { .. } | Fault::Json { .. } => Unanswered::Told(RequestProblem::Refused {
             reason: format!(
                 "its answer cannot be read: {fault}; install the same weightsync on both"
             ),
@@ -351,12 +355,12 @@ fn of_fault(fault: Fault) -> Unanswered {
 
 /// The service of this program has ended.
 fn over() -> Unanswered {
-    Unanswered::Told(Problem::Refused {
+    Unanswered::Told(RequestProblem::Refused {
         reason: "the synchronizer has been shut down".into(),
     })
 }
 
-impl Connection {
+impl PartyConnection {
     fn party(&self) -> Party {
         Party(self.joined.party)
     }
@@ -374,7 +378,7 @@ impl Connection {
         waits: Option<Duration>,
     ) -> Result<Reply, Unanswered> {
         match (&self.link, &self.lifeline) {
-            (Link::Remote(remote), Some(lifeline)) => {
+            (ServiceLink::Remote(remote), Some(lifeline)) => {
                 let (answered, answer) = mpsc::sync_channel(1);
                 let path = PARTY.replace("{party}", &self.joined.party.to_string());
                 let ask = Ask::post(path, &request);
@@ -397,30 +401,30 @@ impl Connection {
                 }
                 waited?
             }
-            (Link::Local(inputs, _), _) => {
+            (ServiceLink::Local(inputs, _), _) => {
                 let (answered, answer) = mpsc::sync_channel(1);
                 let number = next_request();
                 let answered = Box::new(move |reply| drop(answered.send(reply)));
-                let input = Input::Ask(self.party(), number, Caller::Own, request, answered);
+                let input = ServiceInput::Ask(self.party(), number, Caller::Own, request, answered);
                 inputs.send(input).map_err(|_| over())?;
                 let waited = wait(&answer);
                 if waited.is_err() {
-                    let _ = inputs.send(Input::Withdrawn(self.party(), number));
+                    let _ = inputs.send(ServiceInput::Withdrawn(self.party(), number));
                 }
                 waited?.map_err(of_problem)
             }
-            (Link::Remote(_), None) => Err(over()),
+            (ServiceLink::Remote(_), None) => Err(over()),
         }
     }
 }
 
-impl Drop for Connection {
+impl Drop for PartyConnection {
     fn drop(&mut self) {
         // The lock of the channel may be held for ever in a forked child.
-        if let Link::Local(inputs, _) = &self.link
+        if let ServiceLink::Local(inputs, _) = &self.link
             && self.owner.is_here()
         {
-            let _ = inputs.send(Input::Gone(self.party()));
+            let _ = inputs.send(ServiceInput::Gone(self.party()));
         }
     }
 }

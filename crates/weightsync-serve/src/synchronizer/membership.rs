@@ -8,8 +8,8 @@ use weightsync_engine::{Error, Origin, Result, interruptible};
 use weightsync_net::log_limiter::LogLimiter;
 
 use super::SyncError;
-use super::link::{Connection, Link, Unanswered};
-use super::wire::{Join, Joined, NeedAnswer, Reply, Request, Role};
+use super::link::{PartyConnection, ServiceLink, Unanswered};
+use super::wire::{Join, JoinAnswer, NeedAnswer, Reply, Request, Role};
 
 /// How long a question that waits for nothing looks for a synchronizer that is away.
 pub(super) const LOOK: Duration = Duration::from_millis(500);
@@ -22,20 +22,20 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// A membership that is renewed when the service was away.
 #[derive(Debug)]
-pub(super) struct Membership {
-    link: Link,
+pub(super) struct PartyMembership {
+    link: ServiceLink,
     /// With what it joins again.
     pub(super) join: Join,
-    connection: Option<Connection>,
-    pub(super) joined: Joined,
+    connection: Option<PartyConnection>,
+    pub(super) joined: JoinAnswer,
     /// When a question that waits for nothing has found the service away.
     away: Option<Instant>,
     warnings: LogLimiter,
     owner: Origin,
 }
 
-impl Membership {
-    pub(super) fn join(link: Link, join: Join, until: Deadline) -> Result<Self> {
+impl PartyMembership {
+    pub(super) fn join(link: ServiceLink, join: Join, until: Deadline) -> Result<Self> {
         let connection = match link.join(&join, None, until) {
             Ok(connection) => connection,
             Err(Unanswered::Away(why)) => return Err(SyncError::Away { why }.into()),

@@ -29,10 +29,10 @@ const MOST_SLOTS: u8 = 32;
 
 /// What is held.
 #[derive(Clone, Debug)]
-pub(super) struct Held(Arc<Inner>);
+pub(super) struct HeldVersions(Arc<HeldInner>);
 
 #[derive(Debug)]
-struct Inner {
+struct HeldInner {
     scheme: AnyScheme,
     /// How many older versions are kept.
     history: u8,
@@ -42,20 +42,20 @@ struct Inner {
     /// The saves whose end nobody has taken.
     saves: Mutex<Vec<(Version, Saving)>>,
     /// What others may look at while a version is passed on.
-    seen: Mutex<Seen>,
+    seen: Mutex<SeenVersions>,
 }
 
 #[derive(Clone, Debug, Default)]
-struct Seen {
+struct SeenVersions {
     info: Option<InitInfo>,
     newest: Version,
     /// The versions that can be downloaded, the newest last.
     versions: Vec<Version>,
 }
 
-impl Held {
+impl HeldVersions {
     pub(super) fn new(scheme: AnyScheme, history: u8, saver: Option<Saver>) -> Self {
-        Self(Arc::new(Inner {
+        Self(Arc::new(HeldInner {
             scheme,
             history,
             saver,
@@ -192,7 +192,7 @@ impl Held {
         self.0.saves.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn seen(&self) -> MutexGuard<'_, Seen> {
+    fn seen(&self) -> MutexGuard<'_, SeenVersions> {
         self.0.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -202,12 +202,12 @@ impl Held {
 /// **Guarantee.** Dropping it ends the thread, and joins it.
 #[derive(Debug)]
 pub(super) struct Bridge {
-    stop: Arc<Mutex<Stop>>,
+    stop: Arc<Mutex<BridgeStop>>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug, Default)]
-struct Stop {
+struct BridgeStop {
     stopped: bool,
     interrupter: Option<Interrupter>,
 }
@@ -227,10 +227,10 @@ impl Bridge {
     pub(super) fn start(
         from: InitInfo,
         is_own_trainer: bool,
-        held: Held,
+        held: HeldVersions,
         mut tell: impl FnMut(FromBridge) + Send + 'static,
     ) -> std::io::Result<Self> {
-        let stop = Arc::new(Mutex::new(Stop::default()));
+        let stop = Arc::new(Mutex::new(BridgeStop::default()));
         let of_thread = stop.clone();
         let body = move || {
             if let Err(error) = pass_on((from, is_own_trainer), &held, &of_thread, &mut tell)
@@ -361,8 +361,8 @@ pub(super) fn check_number(version: Version, highest: Version) -> std::result::R
 
 fn pass_on(
     (from, is_own_trainer): (InitInfo, bool),
-    held: &Held,
-    stop: &Mutex<Stop>,
+    held: &HeldVersions,
+    stop: &Mutex<BridgeStop>,
     tell: &mut impl FnMut(FromBridge),
 ) -> Result<()> {
     let is_stopped = || lock(stop).stopped;
@@ -392,7 +392,7 @@ fn pass_on(
     Ok(())
 }
 
-fn lock(stop: &Mutex<Stop>) -> MutexGuard<'_, Stop> {
+fn lock(stop: &Mutex<BridgeStop>) -> MutexGuard<'_, BridgeStop> {
     stop.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -437,7 +437,7 @@ mod tests {
         let of_files = || {
             AccessError::from(weightsync_net::tls::TlsError::Missing {
                 path: path.clone(),
-                part: weightsync_net::tls::Part::Trainer,
+                part: weightsync_net::tls::CertificateRole::Trainer,
             })
         };
         let error = |source: Box<dyn std::error::Error + Send + Sync>| Error::Transport {

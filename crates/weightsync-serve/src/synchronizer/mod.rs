@@ -35,7 +35,7 @@ use std::time::Duration;
 
 use weightsync_engine::{AnyScheme, InitInfo, Origin, Result, SharedMem};
 use weightsync_net::address::{listening, local_ip, reached};
-use weightsync_net::tls::{Asks, Part};
+use weightsync_net::tls::{CertificateRole, ClientAuth};
 use weightsync_net::{Access, Distributed, listen_error};
 use weightsync_store::Keep;
 
@@ -48,15 +48,15 @@ pub use self::wire::{Ended, ExplorerLine, NeedAnswer, Role, SyncAnswer, TrainerA
 pub use weightsync_core::synchronizer::{Method, Need, State, Style};
 
 use self::lasting::Lasting;
-use self::link::{Link, Remote};
-use self::service::{Options, ServiceThread};
+use self::link::{RemoteService, ServiceLink};
+use self::service::{ServiceOptions, ServiceThread};
 use crate::http::{Bearer, HttpThread, Limits, Server};
 
 /// What a synchronizer is made with.
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct SynchronizerOptions {
-    options: Options,
+    options: ServiceOptions,
     access: Option<Access>,
 }
 
@@ -74,7 +74,7 @@ impl SynchronizerOptions {
             offset: 0,
         };
         Self {
-            options: Options {
+            options: ServiceOptions {
                 method: None,
                 style,
                 scheme: AnyScheme::new(SharedMem::default()),
@@ -164,7 +164,7 @@ impl Drop for Synchronizer {
 /// Dropping it ends a synchronizer of this program, with its threads. Its parties are told.
 #[derive(Debug)]
 pub struct Synchronizer {
-    link: Link,
+    link: ServiceLink,
     /// Whether the environment says who may connect.
     finds_access: bool,
     /// The HTTP server, first: it uses the service.
@@ -182,7 +182,7 @@ impl Synchronizer {
     pub fn local(options: SynchronizerOptions) -> Result<Self> {
         let service = ServiceThread::start(options.options)?;
         Ok(Self {
-            link: Link::Local(service.inputs(), Origin::here()),
+            link: ServiceLink::Local(service.inputs(), Origin::here()),
             finds_access: false,
             server: None,
             service: Some(service),
@@ -200,7 +200,7 @@ impl Synchronizer {
     ///
     /// If it may not or cannot listen there, and as [`local`](Self::local).
     pub fn serve(mut options: SynchronizerOptions, listen: &str) -> Result<Self> {
-        let access = allowed(options.access.take(), Part::Trainer)?;
+        let access = allowed(options.access.take(), CertificateRole::Trainer)?;
         let at = listening("listen", listen)?;
         access.may_listen(at).map_err(SyncError::from)?;
         let listener = TcpListener::bind(at).map_err(|source| listen_error(at, source))?;
@@ -226,7 +226,7 @@ impl Synchronizer {
         };
         let bearer = Bearer::to_synchronizer(secret.as_ref());
         // A browser has no certificate. The token lets it read, and a certificate says who may be what.
-        let tls = access.tls.clone().map(|tls| (tls, Asks::IfAny));
+        let tls = access.tls.clone().map(|tls| (tls, ClientAuth::IfAny));
         let server = Server::new(listener, bearer, tls, Limits::default()).map_err(failed)?;
         let app = server::App::new(
             service.inputs(),
@@ -240,7 +240,7 @@ impl Synchronizer {
             server.serve(router, stopping, |_| {})
         });
         Ok(Self {
-            link: Link::Local(service.inputs(), Origin::here()),
+            link: ServiceLink::Local(service.inputs(), Origin::here()),
             finds_access: false,
             server: Some((thread.map_err(failed)?, at)),
             service: Some(service),
@@ -257,7 +257,7 @@ impl Synchronizer {
     /// If the address cannot be resolved, or may not be connected to.
     pub fn connect(address: &str, access: Option<Access>) -> Result<Self> {
         let finds_access = access.is_none();
-        let access = allowed(access, Part::Worker)?;
+        let access = allowed(access, CertificateRole::Worker)?;
         let thread = HttpThread::start("weightsync-sync", |mut stopping| async move {
             stopping.wait().await;
         });
@@ -266,7 +266,11 @@ impl Synchronizer {
             source,
         })?;
         Ok(Self {
-            link: Link::Remote(Arc::new(Remote::new(address, access, Arc::new(thread))?)),
+            link: ServiceLink::Remote(Arc::new(RemoteService::new(
+                address,
+                access,
+                Arc::new(thread),
+            )?)),
             finds_access,
             server: None,
             service: None,
@@ -277,8 +281,8 @@ impl Synchronizer {
     pub fn address(&self) -> Option<SocketAddr> {
         match (&self.server, &self.link) {
             (Some((_, at)), _) => reached(*at).ok().or(Some(*at)),
-            (None, Link::Remote(remote)) => Some(remote.addr()),
-            (None, Link::Local(..)) => None,
+            (None, ServiceLink::Remote(remote)) => Some(remote.addr()),
+            (None, ServiceLink::Local(..)) => None,
         }
     }
 
@@ -312,9 +316,9 @@ impl Synchronizer {
         timeout: Option<Duration>,
     ) -> Result<Trainer> {
         let link = match &self.link {
-            Link::Remote(remote) if self.finds_access => {
-                let access = allowed(None, Part::Trainer)?;
-                Link::Remote(Arc::new(remote.with_access(access)?))
+            ServiceLink::Remote(remote) if self.finds_access => {
+                let access = allowed(None, CertificateRole::Trainer)?;
+                ServiceLink::Remote(Arc::new(remote.with_access(access)?))
             }
             link => link.clone(),
         };
@@ -338,7 +342,7 @@ pub fn authorization(access: &Access) -> Option<String> {
     header.to_str().ok().map(str::to_owned)
 }
 
-fn allowed(access: Option<Access>, part: Part) -> Result<Access> {
+fn allowed(access: Option<Access>, part: CertificateRole) -> Result<Access> {
     let access = match access {
         Some(access) => Ok(access),
         None => Access::from_env().and_then(|access| access.with_tls(part, None)),

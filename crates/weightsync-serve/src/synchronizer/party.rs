@@ -9,10 +9,10 @@ use weightsync_engine::{Error, InitInfo, Remedy, Result, Version};
 
 use super::SyncError;
 use super::lasting;
-use super::link::{Link, Unanswered};
-use super::membership::{Membership, left, ms};
+use super::link::{ServiceLink, Unanswered};
+use super::membership::{PartyMembership, left, ms};
 use super::wire::{
-    Ended, Join, NeedAnswer, PROTOCOL, Problem, Reply, Request, Role, TrainerAnswer, short,
+    Ended, Join, NeedAnswer, PROTOCOL, Reply, Request, RequestProblem, Role, TrainerAnswer, short,
 };
 
 /// What a party joins with.
@@ -92,14 +92,14 @@ impl PartyOptions {
 /// Dropping it tells the synchronizer that it has failed, unless it has [stopped](Self::leave) in order.
 #[derive(Debug)]
 pub struct Trainer {
-    membership: Membership,
+    membership: PartyMembership,
     /// The highest number of its versions.
     highest: Version,
 }
 
 impl Trainer {
     pub(super) fn join(
-        link: Link,
+        link: ServiceLink,
         options: PartyOptions,
         from: InitInfo,
         timeout: Option<Duration>,
@@ -107,7 +107,7 @@ impl Trainer {
         // The versions of its store may be of a run that this synchronizer knows nothing of.
         let stored = lasting::newest_of(&from)?;
         let join = options.join(Role::Trainer, Some(from));
-        let membership = Membership::join(link, join, deadline(timeout))?;
+        let membership = PartyMembership::join(link, join, deadline(timeout))?;
         let (joined, step) = (&membership.joined, membership.join.step);
         if joined.newest_step > step {
             tracing::warn!(
@@ -333,7 +333,9 @@ impl From<Unanswered> for Error {
         match lost {
             Unanswered::Away(why) => SyncError::Away { why }.into(),
             Unanswered::Untrusted(reason) => SyncError::Refused { reason }.into(),
-            Unanswered::Told(Problem::Replaced { reason }) => SyncError::Replaced { reason }.into(),
+            Unanswered::Told(RequestProblem::Replaced { reason }) => {
+                SyncError::Replaced { reason }.into()
+            }
             Unanswered::Told(problem) => SyncError::Refused {
                 reason: problem.to_string(),
             }

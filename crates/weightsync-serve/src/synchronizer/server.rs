@@ -22,11 +22,11 @@ use super::events::Events;
 use super::files::Pieces;
 use super::lasting::Shelf;
 use super::link::{BEAT, PARTIES, PARTY, next_request};
-use super::memory::Held;
-use super::service::{Caller, Input};
-use super::wire::{Join, MAX_BODY, Problem, Reply};
+use super::memory::HeldVersions;
+use super::service::{Caller, ServiceInput};
+use super::wire::{Join, MAX_BODY, Reply, RequestProblem};
 use super::{files, watching};
-use crate::http::{Came, LinesBody, Stopping, read};
+use crate::http::{ConnectionInfo, LinesBody, Stopping, read};
 use crate::rpc::wire::line;
 
 /// The most readers of events at a time.
@@ -46,9 +46,9 @@ const LISTED: Duration = Duration::from_secs(1);
 /// What all routes share.
 #[derive(Clone)]
 pub(super) struct App {
-    inputs: mpsc::Sender<Input>,
+    inputs: mpsc::Sender<ServiceInput>,
     pub(super) events: Events,
-    pub(super) held: Held,
+    pub(super) held: HeldVersions,
     /// The store with the versions that are not held.
     pub(super) shelf: Option<Shelf>,
     /// Whether requests have shown a token.
@@ -56,22 +56,22 @@ pub(super) struct App {
     /// Room for readers of events.
     pub(super) readers: Arc<Semaphore>,
     /// Turns to look for a version in memory, and for one in the store.
-    pub(super) holds: Turns,
-    pub(super) looks: Turns,
+    pub(super) holds: BlockingTurns,
+    pub(super) looks: BlockingTurns,
     /// The pieces of the store that downloads read.
     pub(super) pieces: Pieces,
     /// The turn to list the versions of the store.
-    lists: Turns,
+    lists: BlockingTurns,
     /// The turn to compare a version with its digest, which reads all of it. Those that wait for it leave
     /// the turns of pieces to others.
-    pub(super) compares: Turns,
+    pub(super) compares: BlockingTurns,
 }
 
 /// Turns for calls that block.
 #[derive(Clone)]
-pub(super) struct Turns(Arc<Semaphore>);
+pub(super) struct BlockingTurns(Arc<Semaphore>);
 
-impl Turns {
+impl BlockingTurns {
     pub(super) fn new(count: usize) -> Self {
         Self(Arc::new(Semaphore::new(count)))
     }
@@ -93,9 +93,9 @@ impl Turns {
 
 impl App {
     pub(super) fn new(
-        inputs: mpsc::Sender<Input>,
+        inputs: mpsc::Sender<ServiceInput>,
         events: Events,
-        held: Held,
+        held: HeldVersions,
         shelf: Option<Shelf>,
         has_token: bool,
     ) -> Self {
@@ -106,11 +106,11 @@ impl App {
             shelf,
             has_token,
             readers: Arc::new(Semaphore::new(READERS)),
-            holds: Turns::new(LOOKS),
-            looks: Turns::new(LOOKS),
-            pieces: Pieces::new(Turns::new(READS), PIECES),
-            lists: Turns::new(1),
-            compares: Turns::new(1),
+            holds: BlockingTurns::new(LOOKS),
+            looks: BlockingTurns::new(LOOKS),
+            pieces: Pieces::new(BlockingTurns::new(READS), PIECES),
+            lists: BlockingTurns::new(1),
+            compares: BlockingTurns::new(1),
         }
     }
 
@@ -127,7 +127,7 @@ impl App {
         }
     }
 
-    pub(super) fn tell(&self, input: Input) {
+    pub(super) fn tell(&self, input: ServiceInput) {
         // The service ends after the server.
         let _ = self.inputs.send(input);
     }
@@ -135,13 +135,13 @@ impl App {
 
 /// The state of the routes.
 #[derive(Clone)]
-pub(super) struct Serving {
+pub(super) struct RouteState {
     pub(super) app: App,
     pub(super) stopping: Stopping,
 }
 
 pub(super) fn router(app: App, stopping: Stopping) -> Router {
-    let serving = Arc::new(Serving { app, stopping });
+    let serving = Arc::new(RouteState { app, stopping });
     let own_pages = middleware::from_fn_with_state(serving.clone(), own_pages_only);
     Router::new()
         .route(PARTIES, post(join))
@@ -160,11 +160,11 @@ pub(super) fn router(app: App, stopping: Stopping) -> Router {
 /// Refuses what a page of another server asks for in a browser of this machine: it comes with that
 /// server's name, as its origin or as the host that it looked up.
 async fn own_pages_only(
-    State(serving): State<Arc<Serving>>,
+    State(serving): State<Arc<RouteState>>,
     request: Request,
     next: Next,
 ) -> Response {
-    let came = request.extensions().get::<Came>();
+    let came = request.extensions().get::<ConnectionInfo>();
     let scheme = match came.is_some_and(|came| came.is_encrypted) {
         true => "https://",
         false => "http://",
@@ -190,29 +190,29 @@ fn is_own(headers: &HeaderMap, scheme: &str, has_token: bool) -> bool {
 }
 
 pub(super) fn refused(status: StatusCode, reason: String) -> Response {
-    (status, Json(Problem::Refused { reason })).into_response()
+    (status, Json(RequestProblem::Refused { reason })).into_response()
 }
 
-fn problem(problem: Problem) -> Response {
+fn problem(problem: RequestProblem) -> Response {
     let status = match &problem {
-        Problem::Unknown {} => StatusCode::GONE,
-        Problem::Replaced { .. } | Problem::Refused { .. } => StatusCode::CONFLICT,
+        RequestProblem::Unknown {} => StatusCode::GONE,
+        RequestProblem::Replaced { .. } | RequestProblem::Refused { .. } => StatusCode::CONFLICT,
     };
     (status, Json(problem)).into_response()
 }
 
 /// A party's membership: its end is the party's.
-struct Membership(App, Party);
+struct MembershipGuard(App, Party);
 
-impl Drop for Membership {
+impl Drop for MembershipGuard {
     fn drop(&mut self) {
-        self.0.tell(Input::Gone(self.1));
+        self.0.tell(ServiceInput::Gone(self.1));
     }
 }
 
 async fn join(
-    State(serving): State<Arc<Serving>>,
-    Extension(came): Extension<Came>,
+    State(serving): State<Arc<RouteState>>,
+    Extension(came): Extension<ConnectionInfo>,
     request: Request,
 ) -> Response {
     let join: Join = match read(request, MAX_BODY).await {
@@ -222,22 +222,28 @@ async fn join(
     let app = serving.app.clone();
     let (answered, answer) = oneshot::channel();
     let of_service = app.clone();
-    let answered = Box::new(move |joined: Result<super::wire::Joined, Problem>| {
-        let party = joined.as_ref().map(|joined| Party(joined.party)).ok();
-        // The party is gone already.
-        if answered.send(joined).is_err()
-            && let Some(party) = party
-        {
-            of_service.tell(Input::Gone(party));
-        }
-    });
-    app.tell(Input::Join(Box::new(join), Caller::Client(came), answered));
+    let answered = Box::new(
+        move |joined: Result<super::wire::JoinAnswer, RequestProblem>| {
+            let party = joined.as_ref().map(|joined| Party(joined.party)).ok();
+            // The party is gone already.
+            if answered.send(joined).is_err()
+                && let Some(party) = party
+            {
+                of_service.tell(ServiceInput::Gone(party));
+            }
+        },
+    );
+    app.tell(ServiceInput::Join(
+        Box::new(join),
+        Caller::Client(came),
+        answered,
+    ));
     let joined = match answer.await {
         Ok(Ok(joined)) => joined,
         Ok(Err(why)) => return problem(why),
-        Err(_) => return problem(Problem::Unknown {}),
+        Err(_) => return problem(RequestProblem::Unknown {}),
     };
-    let membership = Membership(app, Party(joined.party));
+    let membership = MembershipGuard(app, Party(joined.party));
     let (lines, response) = LinesBody::answer(4);
     // The channel is new, so it has room.
     let _ = lines.try_send(line(&joined));
@@ -270,14 +276,15 @@ struct Asking {
 impl Drop for Asking {
     fn drop(&mut self) {
         if !self.answered {
-            self.app.tell(Input::Withdrawn(self.party, self.number));
+            self.app
+                .tell(ServiceInput::Withdrawn(self.party, self.number));
         }
     }
 }
 
 async fn ask(
-    State(serving): State<Arc<Serving>>,
-    Extension(came): Extension<Came>,
+    State(serving): State<Arc<RouteState>>,
+    Extension(came): Extension<ConnectionInfo>,
     Path(party): Path<u64>,
     request: Request,
 ) -> response::Result<Json<Reply>, Response> {
@@ -290,7 +297,7 @@ async fn ask(
     let (answered, answer) = oneshot::channel();
     let answered = Box::new(move |reply| drop(answered.send(reply)));
     let caller = Caller::Client(came);
-    app.tell(Input::Ask(party, number, caller, request, answered));
+    app.tell(ServiceInput::Ask(party, number, caller, request, answered));
     let mut asking = Asking {
         app,
         party,
@@ -300,13 +307,13 @@ async fn ask(
     let mut stopping = serving.stopping.clone();
     let answer = tokio::select! {
         answer = answer => answer,
-        () = stopping.wait() => return Err(problem(Problem::Unknown {})),
+        () = stopping.wait() => return Err(problem(RequestProblem::Unknown {})),
     };
     asking.answered = true;
     match answer {
         Ok(Ok(reply)) => Ok(Json(reply)),
         Ok(Err(why)) => Err(problem(why)),
-        Err(_) => Err(problem(Problem::Unknown {})),
+        Err(_) => Err(problem(RequestProblem::Unknown {})),
     }
 }
 

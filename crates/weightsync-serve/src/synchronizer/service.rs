@@ -11,20 +11,20 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use weightsync_core::synchronizer::{Event, Method, Moment, Party, Style, Synchronizer};
+use weightsync_core::synchronizer::{Method, Moment, Party, Style, SyncEvent, Synchronizer};
 use weightsync_engine::transport::random;
 use weightsync_engine::{AnyScheme, InitInfo, Origin, Result as EngineResult, Version};
 use weightsync_store::StoreScheme;
 
-pub(super) use self::status::{Counts, ExplorerStatus, Status};
+pub(super) use self::status::{Counts, ExplorerStatus, ServiceStatus};
 use super::SyncError;
 use super::events::Events;
-use super::lasting::{Lasting, Record, Shelf};
-use super::memory::{Bridge, FromBridge, Held};
+use super::lasting::{Lasting, ServiceRecord, Shelf};
+use super::memory::{Bridge, FromBridge, HeldVersions};
 use super::wire::{
-    Ended, ExplorerLine, Join, Joined, Problem, Reply, Request, Role, TrainerAnswer,
+    Ended, ExplorerLine, Join, JoinAnswer, Reply, Request, RequestProblem, Role, TrainerAnswer,
 };
-use crate::http::Came;
+use crate::http::ConnectionInfo;
 
 /// How many versions' steps, and how many replaced parties, are remembered.
 const REMEMBERED: usize = 4096;
@@ -33,8 +33,8 @@ const REMEMBERED: usize = 4096;
 pub(super) const SHOWN: usize = 50;
 
 /// What the service is told.
-pub(super) enum Input {
-    Join(Box<Join>, Caller, Answer<Joined>),
+pub(super) enum ServiceInput {
+    Join(Box<Join>, Caller, Answer<JoinAnswer>),
     /// A request of a party, with a number that no other request has.
     Ask(Party, u64, Caller, Request, Answer<Reply>),
     /// The caller of that request is gone.
@@ -43,7 +43,7 @@ pub(super) enum Input {
     Gone(Party),
     FromBridge(Party, FromBridge),
     /// A look at everything, for people and programs.
-    Look(Box<dyn FnOnce(Status) + Send>),
+    Look(Box<dyn FnOnce(ServiceStatus) + Send>),
     Stop,
 }
 
@@ -53,15 +53,15 @@ pub(super) enum Caller {
     /// From this program.
     Own,
     /// From a client of the server.
-    Client(Came),
+    Client(ConnectionInfo),
 }
 
 /// What takes an answer.
-pub(super) type Answer<T> = Box<dyn FnOnce(Result<T, Problem>) + Send>;
+pub(super) type Answer<T> = Box<dyn FnOnce(Result<T, RequestProblem>) + Send>;
 
 /// What a service is made with.
 #[derive(Clone, Debug)]
-pub(super) struct Options {
+pub(super) struct ServiceOptions {
     pub(super) method: Option<Method>,
     pub(super) style: Style,
     /// By which explorers get what is held in memory.
@@ -71,7 +71,7 @@ pub(super) struct Options {
     pub(super) max_parties: usize,
 }
 
-impl Options {
+impl ServiceOptions {
     /// How versions travel until a trainer chooses.
     pub(super) fn first_method(&self) -> Method {
         self.method.unwrap_or(Method::Memory)
@@ -83,21 +83,21 @@ impl Options {
 /// **Guarantee.** Dropping it answers everybody who waits, ends the thread, and joins it.
 #[derive(Debug)]
 pub(super) struct ServiceThread {
-    inputs: mpsc::Sender<Input>,
+    inputs: mpsc::Sender<ServiceInput>,
     events: Events,
-    held: Held,
+    held: HeldVersions,
     shelf: Option<Shelf>,
     thread: Option<JoinHandle<()>>,
     owner: Origin,
 }
 
 impl ServiceThread {
-    pub(super) fn start(options: Options) -> EngineResult<Self> {
+    pub(super) fn start(options: ServiceOptions) -> EngineResult<Self> {
         let (inputs, all) = mpsc::channel();
         let events = Events::default();
         let method = options.first_method();
         let found = options.lasting.find(method)?;
-        let held = Held::new(options.scheme.clone(), options.history, found.saver);
+        let held = HeldVersions::new(options.scheme.clone(), options.history, found.saver);
         if !found.weights.is_empty() {
             held.publish(&found.weights, || true)?;
         }
@@ -129,7 +129,7 @@ impl ServiceThread {
                 .map(|(version, step)| (*version, Some(*step)))
                 .filter(|(version, _)| newest.is_some_and(|(newest, _)| *version < newest))
                 .chain(newest)
-                .map(|(version, step)| Made {
+                .map(|(version, step)| AvailableVersion {
                     version,
                     step,
                     at_ms: None,
@@ -171,11 +171,11 @@ impl ServiceThread {
     pub(super) fn stop(&self) {
         // The lock of the channel may be held for ever in a forked child.
         if self.owner.is_here() {
-            let _ = self.inputs.send(Input::Stop);
+            let _ = self.inputs.send(ServiceInput::Stop);
         }
     }
 
-    pub(super) fn inputs(&self) -> mpsc::Sender<Input> {
+    pub(super) fn inputs(&self) -> mpsc::Sender<ServiceInput> {
         self.inputs.clone()
     }
 
@@ -183,7 +183,7 @@ impl ServiceThread {
         self.events.clone()
     }
 
-    pub(super) fn held(&self) -> Held {
+    pub(super) fn held(&self) -> HeldVersions {
         self.held.clone()
     }
 
@@ -208,10 +208,10 @@ impl Drop for ServiceThread {
 }
 
 struct Service {
-    options: Options,
+    options: ServiceOptions,
     core: Synchronizer,
     since: Instant,
-    members: BTreeMap<Party, Member>,
+    members: BTreeMap<Party, PartyRecord>,
     /// Why parties are not members any more whose names others have.
     replaced: BTreeMap<Party, String>,
     /// The number of the last party.
@@ -223,7 +223,7 @@ struct Service {
     /// The steps that make versions, as trainers announce them.
     steps: BTreeMap<Version, u64>,
     /// The newest versions that can be had, in the order of their numbers.
-    published: VecDeque<Made>,
+    published: VecDeque<AvailableVersion>,
     counts: Counts,
     /// Where versions of the methods can be had that do not go through here, and whether this program
     /// said so itself.
@@ -240,18 +240,18 @@ struct Service {
     failed: Option<(Version, String)>,
     /// Those of earlier trainers, which are about to end.
     retired: Vec<Bridge>,
-    held: Held,
-    record: Record,
-    inputs: mpsc::Sender<Input>,
+    held: HeldVersions,
+    record: ServiceRecord,
+    inputs: mpsc::Sender<ServiceInput>,
     events: Events,
 }
 
 /// A party.
-struct Member {
+struct PartyRecord {
     name: String,
     role: Role,
     style: Style,
-    waiting: Option<Waiting>,
+    waiting: Option<WaitingRequest>,
     /// How its last sync ended, and why.
     ended: Option<Ended>,
     reason: Option<String>,
@@ -260,7 +260,7 @@ struct Member {
 }
 
 /// A version that can be had.
-struct Made {
+struct AvailableVersion {
     version: Version,
     /// The step that made it, if that is known.
     step: Option<u64>,
@@ -269,16 +269,16 @@ struct Made {
 }
 
 /// A request that waits.
-struct Waiting {
+struct WaitingRequest {
     number: u64,
-    kind: Kind,
+    kind: RequestKind,
     answer: Answer<Reply>,
     /// If the service watches the time, and not the decision.
     until: Option<Moment>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Kind {
+enum RequestKind {
     Need,
     /// For a version, or for the end of the sync.
     Sync,
@@ -287,7 +287,7 @@ enum Kind {
 }
 
 impl Service {
-    fn run(mut self, inputs: &mpsc::Receiver<Input>) {
+    fn run(mut self, inputs: &mpsc::Receiver<ServiceInput>) {
         loop {
             let due = self.due();
             if due.is_some_and(|due| due <= self.now()) {
@@ -302,26 +302,28 @@ impl Service {
                 }
             };
             match input {
-                Ok(Input::Stop) | Err(RecvTimeoutError::Disconnected) => break,
+                Ok(ServiceInput::Stop) | Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {}
-                Ok(Input::Join(join, caller, answer)) => {
+                Ok(ServiceInput::Join(join, caller, answer)) => {
                     let joined = self.join(*join, caller);
                     answer(joined);
                 }
-                Ok(Input::Ask(party, number, caller, request, answer)) => {
+                Ok(ServiceInput::Ask(party, number, caller, request, answer)) => {
                     self.number = number;
                     self.ask(party, caller, request, answer);
                     self.events.changed();
                 }
-                Ok(Input::Withdrawn(party, number)) => self.withdraw(party, number),
-                Ok(Input::Gone(party)) => self.leave(party, Some("its connection ended".into())),
-                Ok(Input::FromBridge(party, said)) => self.bridged(party, said),
-                Ok(Input::Look(look)) => look(self.status()),
+                Ok(ServiceInput::Withdrawn(party, number)) => self.withdraw(party, number),
+                Ok(ServiceInput::Gone(party)) => {
+                    self.leave(party, Some("its connection ended".into()))
+                }
+                Ok(ServiceInput::FromBridge(party, said)) => self.bridged(party, said),
+                Ok(ServiceInput::Look(look)) => look(self.status()),
             }
         }
         for (_, member) in std::mem::take(&mut self.members) {
             if let Some(waiting) = member.waiting {
-                (waiting.answer)(Err(Problem::Unknown {}));
+                (waiting.answer)(Err(RequestProblem::Unknown {}));
             }
         }
     }
@@ -349,9 +351,9 @@ impl Service {
     }
 
     fn tick(&mut self) {
-        self.tell(Event::Ticked);
+        self.tell(SyncEvent::Ticked);
         let now = self.now();
-        let is_late = |member: &Member| {
+        let is_late = |member: &PartyRecord| {
             let until = member.waiting.as_ref().and_then(|waiting| waiting.until);
             until.is_some_and(|until| until <= now)
         };
@@ -361,7 +363,7 @@ impl Service {
                 continue;
             };
             let reply = match waiting.kind {
-                Kind::Published(version, step) => {
+                RequestKind::Published(version, step) => {
                     let reason = "the synchronizer did not have it in time".to_owned();
                     Reply::Trained(self.trained(version, step, Ended::TimedOut, Some(reason)))
                 }

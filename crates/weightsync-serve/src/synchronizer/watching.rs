@@ -16,10 +16,10 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, interval, sleep_until};
 
-use super::events::Record;
+use super::events::EventRecord;
 use super::link::BEAT;
-use super::server::{Serving, refused};
-use super::service::{Input, Status};
+use super::server::{RouteState, refused};
+use super::service::{ServiceInput, ServiceStatus};
 use crate::http::LinesBody;
 
 /// The page for people.
@@ -47,17 +47,17 @@ pub(super) async fn page() -> Response {
     (headers, PAGE).into_response()
 }
 
-pub(super) async fn look(serving: &Serving) -> Result<Status, Response> {
+pub(super) async fn look(serving: &RouteState) -> Result<ServiceStatus, Response> {
     let (answered, answer) = oneshot::channel();
     let look = Box::new(move |status| drop(answered.send(status)));
-    serving.app.tell(Input::Look(look));
+    serving.app.tell(ServiceInput::Look(look));
     answer.await.map_err(|_| {
         let reason = "the synchronizer has been shut down".into();
         refused(StatusCode::SERVICE_UNAVAILABLE, reason)
     })
 }
 
-pub(super) async fn status(State(serving): State<Arc<Serving>>) -> Response {
+pub(super) async fn status(State(serving): State<Arc<RouteState>>) -> Response {
     match look(&serving).await {
         Ok(mut status) => {
             let stored = serving.app.stored().await;
@@ -70,7 +70,7 @@ pub(super) async fn status(State(serving): State<Arc<Serving>>) -> Response {
     }
 }
 
-pub(super) async fn metrics(State(serving): State<Arc<Serving>>) -> Response {
+pub(super) async fn metrics(State(serving): State<Arc<RouteState>>) -> Response {
     match look(&serving).await {
         Ok(status) => {
             let kind = "text/plain; version=0.0.4; charset=utf-8";
@@ -81,7 +81,7 @@ pub(super) async fn metrics(State(serving): State<Arc<Serving>>) -> Response {
 }
 
 /// The metrics in the text format of Prometheus.
-fn exposition(status: &Status) -> String {
+fn exposition(status: &ServiceStatus) -> String {
     let mut text = String::new();
     let mut metric = |name: &str, kind: &str, help: &str, values: &[(String, u64)]| {
         let _ = writeln!(text, "# HELP weightsync_{name} {help}");
@@ -206,7 +206,7 @@ fn label(name: &str, value: &str) -> String {
 }
 
 /// Everything that happens, as server-sent events.
-pub(super) async fn events(State(serving): State<Arc<Serving>>, request: HeaderMap) -> Response {
+pub(super) async fn events(State(serving): State<Arc<RouteState>>, request: HeaderMap) -> Response {
     let Ok(room) = serving.app.readers.clone().try_acquire_owned() else {
         let reason = "as many read events as may at a time: close one, or ask for /v1/status";
         return refused(StatusCode::SERVICE_UNAVAILABLE, reason.into());
@@ -264,7 +264,7 @@ pub(super) async fn events(State(serving): State<Arc<Serving>>, request: HeaderM
     response
 }
 
-fn message(record: &Record) -> Bytes {
+fn message(record: &EventRecord) -> Bytes {
     let data = serde_json::to_string(record)
         .unwrap_or_else(|_| unreachable!("events are plain data with text keys"));
     format!("id: {}\ndata: {data}\n\n", record.number).into()

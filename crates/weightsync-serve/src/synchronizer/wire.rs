@@ -7,7 +7,7 @@ use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use weightsync_core::synchronizer::{Method, Need, Outcome, State, Style};
+use weightsync_core::synchronizer::{Method, Need, State, Style, SyncOutcome};
 use weightsync_engine::{Epoch, InitInfo, Version};
 
 /// The version of this protocol.
@@ -67,7 +67,7 @@ pub(super) struct Join {
 
 /// The answer to a party that joins.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Joined {
+pub(super) struct JoinAnswer {
     pub(super) party: u64,
     /// Versions of one lineage have numbers that no other version of it has.
     pub(super) lineage: u64,
@@ -156,7 +156,7 @@ pub(super) enum Reply {
 /// Why a request has no answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
-pub(super) enum Problem {
+pub(super) enum RequestProblem {
     /// The service does not know the party, or its connection has ended: it joins again.
     #[error("the synchronizer does not know this party any more")]
     Unknown {},
@@ -215,16 +215,16 @@ pub enum Ended {
 }
 
 impl Ended {
-    pub(super) fn of(outcome: Outcome) -> Self {
+    pub(super) fn of(outcome: SyncOutcome) -> Self {
         match outcome {
-            Outcome::Synced(_) => Self::Synced,
-            Outcome::NothingNewer => Self::NothingNewer,
-            Outcome::OutOfReach => Self::OutOfReach,
-            Outcome::Failed => Self::Failed,
-            Outcome::Cancelled => Self::Cancelled,
-            Outcome::TimedOut => Self::TimedOut,
-            Outcome::Left => Self::Left,
-            Outcome::TrainerLeft => Self::TrainerLeft,
+            SyncOutcome::Synced(_) => Self::Synced,
+            SyncOutcome::NothingNewer => Self::NothingNewer,
+            SyncOutcome::OutOfReach => Self::OutOfReach,
+            SyncOutcome::Failed => Self::Failed,
+            SyncOutcome::Cancelled => Self::Cancelled,
+            SyncOutcome::TimedOut => Self::TimedOut,
+            SyncOutcome::Left => Self::Left,
+            SyncOutcome::TrainerLeft => Self::TrainerLeft,
         }
     }
 

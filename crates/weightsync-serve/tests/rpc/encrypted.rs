@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use weightsync_engine::{Error, Expect, InitInfo, Receiver, ReceiverSetup, Result, Sender};
 use weightsync_net::Access;
-use weightsync_net::tls::{Part, Request, Tls, make};
+use weightsync_net::tls::{CertificateRequest, CertificateRole, Tls, make};
 
 use super::links::staged;
 use super::{at_connect, parts, receive, setup, soon, weights};
@@ -22,7 +22,7 @@ fn make_in(folder: &Path) {
     for part in ["ca", "trainer", "relay", "worker"] {
         let _ = std::fs::remove_file(folder.join(format!("{part}.pem")));
     }
-    let request = Request {
+    let request = CertificateRequest {
         out: folder.to_owned(),
         hosts: vec!["trainer".into()],
         days: 2,
@@ -37,7 +37,7 @@ fn pki() -> tempfile::TempDir {
 }
 
 /// Over loopback too, which is where tests are.
-fn access(folder: &Path, part: Part) -> Access {
+fn access(folder: &Path, part: CertificateRole) -> Access {
     let mut access = Access::default();
     let tls = Tls::read(folder, part).expect("certificates");
     access.tls = Some(tls.on_loopback());
@@ -60,9 +60,9 @@ fn worker(info: InitInfo, access: Access, patience: Duration) -> Result<Receiver
 #[test]
 fn versions_go_over_https_with_certificates() {
     let folder = pki();
-    let mut sender = sender(access(folder.path(), Part::Trainer));
+    let mut sender = sender(access(folder.path(), CertificateRole::Trainer));
     let info = sender.init_info();
-    let worker = worker(info, access(folder.path(), Part::Worker), soon());
+    let worker = worker(info, access(folder.path(), CertificateRole::Worker), soon());
     let mut worker = worker.expect("it joins");
     assert_eq!(receive(&mut worker), 1.0);
     for value in [2.0, 3.0] {
@@ -77,7 +77,7 @@ fn versions_go_over_https_with_certificates() {
 #[test]
 fn a_plain_request_is_told_to_use_https() {
     let folder = pki();
-    let sender = sender(access(folder.path(), Part::Trainer));
+    let sender = sender(access(folder.path(), CertificateRole::Trainer));
     let (address, _) = parts(&sender.init_info());
     let mut plain = TcpStream::connect(&address).expect("it listens");
     let request = "GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n";
@@ -91,24 +91,24 @@ fn a_plain_request_is_told_to_use_https() {
 #[test]
 fn a_wrong_certificate_is_said_in_one_line() {
     let (folder, other) = (pki(), pki());
-    let trainer = || access(folder.path(), Part::Trainer);
+    let trainer = || access(folder.path(), CertificateRole::Trainer);
     let plain = Access::default;
     for (of_sender, of_worker, said) in [
         (trainer(), plain(), "over HTTPS alone"),
         (
             trainer(),
-            access(other.path(), Part::Worker),
+            access(other.path(), CertificateRole::Worker),
             "of another authority",
         ),
         (
             plain(),
-            access(folder.path(), Part::Worker),
+            access(folder.path(), CertificateRole::Worker),
             "has it no certificate",
         ),
         // A worker poses as the trainer.
         (
-            access(&folder.path().join("worker.pem"), Part::Trainer),
-            access(folder.path(), Part::Worker),
+            access(&folder.path().join("worker.pem"), CertificateRole::Trainer),
+            access(folder.path(), CertificateRole::Worker),
             "of no trainer",
         ),
     ] {
@@ -124,8 +124,8 @@ fn a_wrong_certificate_is_said_in_one_line() {
 #[test]
 fn new_certificates_are_read_without_a_restart() {
     let folder = pki();
-    let mut sender = sender(access(folder.path(), Part::Trainer));
-    let of_worker = access(folder.path(), Part::Worker);
+    let mut sender = sender(access(folder.path(), CertificateRole::Trainer));
+    let of_worker = access(folder.path(), CertificateRole::Worker);
     let first = worker(sender.init_info(), of_worker.clone(), soon());
     drop(first.expect("it joins"));
     make_in(folder.path());

@@ -10,7 +10,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 use serde_json::json;
-use weightsync_net::tls::{Part, Request, Tls, make};
+use weightsync_net::tls::{CertificateRequest, CertificateRole, Tls, make};
 use weightsync_net::{Access, Token};
 use weightsync_serve::synchronizer::{
     Method, PartyOptions, Synchronizer, SynchronizerOptions, authorization,
@@ -22,7 +22,7 @@ use crate::world::{Exploring, Training, long, style};
 
 fn pki(host: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
-    let request = Request {
+    let request = CertificateRequest {
         out: folder.path().to_owned(),
         hosts: vec![host.into()],
         days: 2,
@@ -32,7 +32,7 @@ fn pki(host: &str) -> tempfile::TempDir {
 }
 
 /// Over loopback too, which is where tests are.
-fn access(folder: &Path, part: Part) -> Access {
+fn access(folder: &Path, part: CertificateRole) -> Access {
     let mut access = Access::default();
     access.token = Some(Token::new("a token of at least 16 bytes").unwrap());
     access.tls = Some(Tls::read(folder, part).unwrap().on_loopback());
@@ -41,7 +41,7 @@ fn access(folder: &Path, part: Part) -> Access {
 
 fn served(folder: &Path) -> Synchronizer {
     let options = SynchronizerOptions::new().style(style("fully_async", 1));
-    let options = options.access(access(folder, Part::Trainer));
+    let options = options.access(access(folder, CertificateRole::Trainer));
     Synchronizer::serve(options, "127.0.0.1:0").unwrap()
 }
 
@@ -54,10 +54,10 @@ fn parties_meet_over_https() {
         let access = access(folder.path(), part);
         Synchronizer::connect(&at.to_string(), Some(access)).unwrap()
     };
-    let trainers = joined(Part::Trainer);
+    let trainers = joined(CertificateRole::Trainer);
     let options = PartyOptions::new("trainer");
     let mut training = Training::join(&trainers, options, "distributed", 10);
-    let explorers = joined(Part::Worker);
+    let explorers = joined(CertificateRole::Worker);
     let mut exploring = Exploring::join(&explorers, PartyOptions::new("explorer"));
     training.step = 11;
     assert!(training.sync(long()).is_synced());
@@ -74,13 +74,14 @@ fn a_party_waits_for_new_certificates() {
     let (old, new) = (pki("127.0.0.1"), pki("127.0.0.1"));
     let mut served = served(old.path());
     let at = served.address().unwrap().to_string();
-    let sync = Synchronizer::connect(&at, Some(access(old.path(), Part::Worker))).unwrap();
+    let sync =
+        Synchronizer::connect(&at, Some(access(old.path(), CertificateRole::Worker))).unwrap();
     let mut explorer = sync
         .explorer(PartyOptions::new("explorer"), long())
         .unwrap();
     drop(served);
     let options = SynchronizerOptions::new().style(style("fully_async", 1));
-    let options = options.access(access(new.path(), Part::Trainer));
+    let options = options.access(access(new.path(), CertificateRole::Trainer));
     served = Synchronizer::serve(options, &at).unwrap();
     let soon = Some(Duration::from_secs(1));
     let answer = explorer.wait_need_sync(None, soon).unwrap();
@@ -102,21 +103,21 @@ fn a_party_names_what_is_wrong_with_its_certificates() {
         joined.unwrap_err().to_string()
     };
     let here = served(folder.path());
-    let mut plain = access(folder.path(), Part::Worker);
+    let mut plain = access(folder.path(), CertificateRole::Worker);
     plain.tls = None;
     let error = join(&here, plain);
     assert!(error.contains("over HTTPS alone"), "{error}");
-    let error = join(&here, access(other.path(), Part::Worker));
+    let error = join(&here, access(other.path(), CertificateRole::Worker));
     assert!(error.contains("of another authority"), "{error}");
     let there = served(elsewhere.path());
-    let error = join(&there, access(elsewhere.path(), Part::Worker));
+    let error = join(&there, access(elsewhere.path(), CertificateRole::Worker));
     assert!(error.contains("is not for 127.0.0.1"), "{error}");
 }
 
 /// A client that trusts the authority, with the certificate of a part or, as a browser, with none.
 fn client(
     folder: &Path,
-    part: Option<Part>,
+    part: Option<CertificateRole>,
     at: SocketAddr,
 ) -> StreamOwned<ClientConnection, TcpStream> {
     let mut roots = RootCertStore::empty();
@@ -148,10 +149,10 @@ fn client(
 fn certificate_decides_what_a_client_may_be() {
     let folder = pki("127.0.0.1");
     let options = SynchronizerOptions::new().method(Method::Direct);
-    let options = options.access(access(folder.path(), Part::Trainer));
+    let options = options.access(access(folder.path(), CertificateRole::Trainer));
     let served = Synchronizer::serve(options, "127.0.0.1:0").unwrap();
     let at = served.address().unwrap();
-    let token = authorization(&access(folder.path(), Part::Worker)).unwrap();
+    let token = authorization(&access(folder.path(), CertificateRole::Worker)).unwrap();
     let token = format!("Authorization: {token}\r\n");
     let ask =
         |part, path: &str, body| post(client(folder.path(), part, at), at, path, &token, &body);
@@ -175,7 +176,7 @@ fn certificate_decides_what_a_client_may_be() {
         let reason = refused.reason();
         assert!(reason.contains("lets a client read"), "{reason}");
     }
-    for part in [Part::Worker, Part::Relay] {
+    for part in [CertificateRole::Worker, CertificateRole::Relay] {
         let refused = ask(Some(part), "/v1/parties", trainer.clone());
         let reason = refused.reason();
         let got = format!("got a {part}'s");
@@ -186,10 +187,14 @@ fn certificate_decides_what_a_client_may_be() {
         let joined = ask(Some(part), "/v1/parties", explorer.clone());
         assert_eq!(joined.status, 200, "{}", joined.said);
     }
-    let joined = ask(Some(Part::Trainer), "/v1/parties", trainer);
+    let joined = ask(Some(CertificateRole::Trainer), "/v1/parties", trainer);
     // Nor does anybody else speak for the trainer.
     let leave = json!({"leave": {"reason": "I say so"}});
-    for part in [None, Some(Part::Worker), Some(Part::Relay)] {
+    for part in [
+        None,
+        Some(CertificateRole::Worker),
+        Some(CertificateRole::Relay),
+    ] {
         let refused = ask(part, &joined.party(), leave.clone());
         assert!(
             refused.reason().contains("certificate"),
@@ -198,12 +203,12 @@ fn certificate_decides_what_a_client_may_be() {
         );
     }
     let need = ask(
-        Some(Part::Trainer),
+        Some(CertificateRole::Trainer),
         &joined.party(),
         json!({"need": {"step": 1}}),
     );
     assert_eq!(need.status, 200, "{}", need.said);
-    let joined = ask(Some(Part::Trainer), "/v1/parties", explorer);
+    let joined = ask(Some(CertificateRole::Trainer), "/v1/parties", explorer);
     let refused = ask(None, &joined.party(), leave);
     assert!(
         refused.reason().contains("lets a client read"),

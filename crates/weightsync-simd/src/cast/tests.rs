@@ -6,7 +6,7 @@ use crate::testing::{Arena, Noise, noise};
 
 const FLOATS: [Float; 4] = [Float::F64, Float::F32, Float::F16, Float::Bf16];
 
-fn cast_bytes(path: Path, to: Float, from: Float, src: &[u8]) -> Vec<u8> {
+fn cast_bytes(path: CastPath, to: Float, from: Float, src: &[u8]) -> Vec<u8> {
     let mut dst = vec![0; src.len() / from.bytes() * to.bytes()];
     cast_with(path, to, &mut dst, from, src);
     dst
@@ -21,7 +21,7 @@ fn check<T: Copy, R: PartialEq + std::fmt::Debug>(
     result: impl Fn(&[u8]) -> R,
 ) {
     let src: Vec<u8> = values.iter().flat_map(|&value| bytes(value)).collect();
-    for path in Path::available() {
+    for path in CastPath::available() {
         let dst = cast_bytes(path, to, from, &src);
         for (index, (&value, got)) in values.iter().zip(dst.chunks(to.bytes())).enumerate() {
             assert_eq!(
@@ -235,7 +235,7 @@ fn nearest(values: &[f64], value: f64) -> u16 {
 
 #[test]
 fn nans_stay_quiet_nans_with_sign_and_upper_payload() {
-    for path in Path::available() {
+    for path in CastPath::available() {
         for (sign, payload) in [(0, 1), (1, 1 << 28), (0, 5 << 45), (1, (1 << 52) - 1)] {
             let nan = f64::from_bits(sign << 63 | 0x7ff << 52 | payload);
             let src = [nan.to_le_bytes(); 17].concat();
@@ -269,8 +269,8 @@ fn paths_agree_at_every_length_and_alignment() {
     let check = |to: Float, from: Float, count: usize, dst_offset: usize, src_offset: usize| {
         let source = noise(src_offset + count * from.bytes(), 8);
         let source = &source[src_offset..];
-        let expected = cast_bytes(Path::Scalar, to, from, source);
-        for path in Path::available() {
+        let expected = cast_bytes(CastPath::Scalar, to, from, source);
+        for path in CastPath::available() {
             let mut arena = Arena::new(dst_offset, expected.len());
             cast_with(path, to, arena.bytes_mut(), from, source);
             let case = format!("{path:?} {from:?} to {to:?} {count} {dst_offset} {src_offset}");
@@ -307,7 +307,7 @@ proptest! {
             let at = (first as isize + index as isize * stride) as usize;
             let element = &src[at..][..from.bytes()];
             prop_assert_eq!(&gathered[index * from.bytes()..][..from.bytes()], element);
-            let expected = cast_bytes(Path::Scalar, to, from, element);
+            let expected = cast_bytes(CastPath::Scalar, to, from, element);
             prop_assert_eq!(&dst[index * to.bytes()..][..to.bytes()], &expected[..]);
         }
     }

@@ -25,7 +25,7 @@ fn every_path_classes<W: Word>(elements: usize, seed: u64, exponents: Exponents)
     let bytes = noise(elements * W::BYTES, seed);
     let mut expected = vec![0; elements];
     scalar::classes::<W>(&bytes, exponents, &mut expected);
-    for path in Path::available() {
+    for path in DeltaPath::available() {
         let mut out = vec![99; elements];
         classes_with::<W>(path, &bytes, exponents, &mut out);
         assert_eq!(out, expected, "{path:?}");
@@ -64,7 +64,7 @@ proptest! {
                 (classes, places)
             })
             .collect();
-        for path in Path::available() {
+        for path in DeltaPath::available() {
             let mut lists = vec![Vec::new(); CLASSES];
             let mut totals = [0; CLASSES];
             for (classes, places) in &blocks {

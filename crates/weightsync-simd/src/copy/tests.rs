@@ -2,7 +2,7 @@ use super::*;
 use crate::testing::{Arena, noise};
 
 /// Copies over `path` inside guarded buffers and checks the bytes and what surrounds them.
-fn check(path: Path, dst_offset: usize, src_offset: usize, len: usize) {
+fn check(path: CopyPath, dst_offset: usize, src_offset: usize, len: usize) {
     let source = noise(src_offset + len, 1);
     let mut arena = Arena::new(dst_offset, len);
     // SAFETY: the arena has `len` bytes at its pointer, the source `len` after its offset.
@@ -20,7 +20,7 @@ fn check(path: Path, dst_offset: usize, src_offset: usize, len: usize) {
 
 #[test]
 fn every_path_copies_short_lengths_at_any_alignment() {
-    for path in Path::available() {
+    for path in CopyPath::available() {
         for len in 0..300 {
             for dst_offset in [0, 1, 16, 33, 63] {
                 for src_offset in [0, 1, 40] {
@@ -37,7 +37,7 @@ fn every_path_copies_short_lengths_at_any_alignment() {
 
 #[test]
 fn every_path_copies_large_ranges() {
-    for path in Path::available() {
+    for path in CopyPath::available() {
         for len in [
             (512 << 10) - 1,
             (512 << 10) + 64,

@@ -16,7 +16,7 @@ fn reference(bytes: &[u8]) -> u64 {
     })
 }
 
-fn check(path: Path, streams: bool, dst_offset: usize, src_offset: usize, len: usize) {
+fn check(path: CrcPath, streams: bool, dst_offset: usize, src_offset: usize, len: usize) {
     let source = noise(src_offset + len, 3);
     let source = &source[src_offset..];
     let mut arena = Arena::new(dst_offset, len);
@@ -49,7 +49,7 @@ fn the_checksum_is_crc64_nvme() {
 
 #[test]
 fn every_path_checksums_what_stays_where_it_is() {
-    for path in Path::available() {
+    for path in CrcPath::available() {
         for len in [0, 1, FOLD_FROM - 1, FOLD_FROM, FOLD_FROM + 1, 5000, 70_001] {
             for offset in [0, 1, 31] {
                 let bytes = &noise(offset + 2 * len, 5)[offset..];
@@ -66,7 +66,7 @@ fn every_path_checksums_what_stays_where_it_is() {
 
 #[test]
 fn every_path_copies_and_checksums_every_short_length() {
-    for path in Path::available() {
+    for path in CrcPath::available() {
         for streams in [false, true] {
             for len in 0..300 {
                 for (dst_offset, src_offset) in [(0, 0), (1, 0), (0, 1), (17, 5), (63, 63)] {
@@ -79,7 +79,7 @@ fn every_path_copies_and_checksums_every_short_length() {
 
 #[test]
 fn every_path_checksums_around_group_and_block_edges() {
-    for path in Path::available() {
+    for path in CrcPath::available() {
         for streams in [false, true] {
             for edge in [512, 2048, 2560, 4096, BLOCK, 3 * BLOCK] {
                 for len in [edge - 1, edge, edge + 1, edge + 63, edge + 64, edge + 577] {

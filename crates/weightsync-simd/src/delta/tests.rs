@@ -32,7 +32,7 @@ fn plainly<W: Word>(old: &[u8], new: &[u8]) -> Vec<(u16, W)> {
 fn all_paths<W: Word>(elements: usize, offset: usize, seed: u64, density: u64) {
     let (old, new) = pair::<W>(elements, seed, density);
     let expected = plainly::<W>(&old, &new);
-    for path in Path::available() {
+    for path in DeltaPath::available() {
         let mut masks = vec![u64::MAX; elements.div_ceil(64)];
         let mut places = vec![0; elements + SLACK];
         let mut steps = vec![W::default(); elements + SLACK];
@@ -98,7 +98,7 @@ fn a_whole_block_has_its_last_place() {
 
 #[test]
 fn bits_beyond_the_last_element_count_for_nothing() {
-    for path in Path::available() {
+    for path in DeltaPath::available() {
         let mut bytes = vec![5_u8; 70];
         let steps = vec![1_u8; 70 + SLACK];
         assert_eq!(expand_with(path, &mut bytes, &[u64::MAX; 2], &steps), 70);

@@ -12,7 +12,7 @@ fn the_scalar_round_is_that_of_aes() {
 #[test]
 fn every_path_gives_the_same_sum() {
     let bytes = noise(5000, 1);
-    for path in Path::available() {
+    for path in DigestPath::available() {
         for len in (0..300).chain([1023, 1024, 4999]) {
             for offset in [0, 1, 8, 63] {
                 let len = len.min(bytes.len() - offset);
@@ -20,7 +20,7 @@ fn every_path_gives_the_same_sum() {
                 for first_line in [0, 1, 12_345, u64::MAX / 8, u64::MAX] {
                     assert_eq!(
                         sum_with(path, bytes, first_line),
-                        sum_with(Path::Scalar, bytes, first_line),
+                        sum_with(DigestPath::Scalar, bytes, first_line),
                         "{path:?} {len} {offset} {first_line}"
                     );
                 }
@@ -39,13 +39,13 @@ fn some_lines_give_the_sum_of_each() {
         let each = which.iter().map(|&line| {
             let at = usize::from(line) * 64;
             sum_with(
-                Path::Scalar,
+                DigestPath::Scalar,
                 &bytes[at..whole.min(at + 64)],
                 9 + u64::from(line),
             )
         });
         let expected = each.fold([0; 2], digest_add);
-        for path in Path::available() {
+        for path in DigestPath::available() {
             assert_eq!(sum_at_with(path, bytes, &which, 9), expected, "{path:?}");
         }
     }
@@ -55,7 +55,7 @@ fn some_lines_give_the_sum_of_each() {
 #[test]
 fn known_answers() {
     let counted: Vec<u8> = (0..1000).map(|index| index as u8).collect();
-    for path in Path::available() {
+    for path in DigestPath::available() {
         assert_eq!(sum_with(path, &[], 5), [0, 0]);
         assert_eq!(sum_with(path, &[0; 64], 0), KNOWN[0]);
         assert_eq!(sum_with(path, &[0; 64], 1), KNOWN[1]);

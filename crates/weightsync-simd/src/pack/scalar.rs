@@ -3,7 +3,7 @@
 use crate::delta::Word;
 
 pub(super) fn pack(numbers: &[u16], bits: u32, out: &mut [u8]) {
-    let mut writer = Writer::default();
+    let mut writer = PackWriter::default();
     for &number in numbers {
         writer.put(u64::from(number), bits, out);
     }
@@ -33,13 +33,13 @@ pub(super) fn word_at(bytes: &[u8], at: usize) -> u64 {
 
 /// Where the next bits go.
 #[derive(Default)]
-struct Writer {
+struct PackWriter {
     at: usize,
     word: u64,
     filled: u32,
 }
 
-impl Writer {
+impl PackWriter {
     /// Writes at most 56 bits.
     #[inline(always)]
     fn put(&mut self, bits: u64, count: u32, out: &mut [u8]) {

@@ -11,7 +11,7 @@ proptest! {
         let limit = (1_u32 << bits) - 1;
         let numbers: Vec<u16> = numbers.iter().map(|number| number & limit as u16).collect();
         let mut first = None;
-        for path in Path::available() {
+        for path in DeltaPath::available() {
             let mut out = vec![0xaa; numbers.len() * 2 + PACK_SLACK];
             let bytes = pack_with(path, &numbers, bits, &mut out);
             prop_assert_eq!(bytes, (numbers.len() * bits as usize).div_ceil(8));
@@ -31,7 +31,7 @@ proptest! {
         let pairs = numbers.iter().zip(0_u16..);
         let expected = pairs.filter(|(number, _)| **number & wanted.0 == wanted.1);
         let expected: Vec<u16> = expected.map(|(_, at)| at).collect();
-        for path in Path::available() {
+        for path in DeltaPath::available() {
             let mut places = vec![9; numbers.len() + SLACK];
             let found = find_with(path, &numbers, wanted, &mut places);
             prop_assert_eq!(&places[..found], &expected, "{:?}", path);
@@ -55,7 +55,7 @@ proptest! {
             ((sum + 65_535) % 65_536) as u16
         });
         let expected: Vec<u16> = expected.collect();
-        for path in Path::available() {
+        for path in DeltaPath::available() {
             let mut places = vec![9; parts.len()];
             let got = add_up_with(path, (&parts, &highs), low, from, &mut places);
             prop_assert_eq!(got, sum, "{:?}", path);
@@ -73,7 +73,7 @@ proptest! {
         let bytes = pack_unary(&numbers, &mut out);
         prop_assert_eq!(bytes, bits.div_ceil(8));
         let mut again = vec![1; numbers.len()];
-        for path in Path::available() {
+        for path in DeltaPath::available() {
             let read = |bytes: &[u8], from, numbers: &mut [u16]| {
                 unpack_unary_with(path, bytes, from, numbers)
             };

@@ -37,7 +37,7 @@ fn bytes(values: &[f32]) -> Vec<u8> {
 /// Quantises on every path and compares with the slow references.
 fn check(values: &[f32], scale: f32) {
     let src = bytes(values);
-    for path in Path::available() {
+    for path in QuantisePath::available() {
         let (mut fp8, mut int8) = (vec![0; values.len()], vec![0; values.len()]);
         e4m3_with(path, &mut fp8, &src, scale);
         i8_with(path, &mut int8, &src, scale);

@@ -6,18 +6,18 @@ use weightsync_core::{Digest, ModelId};
 use super::*;
 use crate::format::{Anchor, By, Hash, Stored, Value, seal};
 use crate::storage::Directory;
-use crate::storage::faulty::{Fault, Faulty};
+use crate::storage::faulty::{Faulty, InjectedFault};
 
-fn place(epoch: u64, sequence: u64) -> Place {
-    Place {
+fn place(epoch: u64, sequence: u64) -> VersionKey {
+    VersionKey {
         epoch: Epoch(epoch),
         sequence,
     }
 }
 
 /// Puts the manifest of a version there, which has the number of its place.
-fn put(storage: &dyn Storage, place: Place, previous: Option<Place>) {
-    let manifest = Manifest {
+fn put(storage: &dyn Storage, place: VersionKey, previous: Option<VersionKey>) {
+    let manifest = StoreManifest {
         place,
         previous,
         run: Run {
@@ -48,7 +48,7 @@ fn put(storage: &dyn Storage, place: Place, previous: Option<Place>) {
 }
 
 /// The versions that are found, and the head that a writer writes of them.
-fn next(storage: &dyn Storage) -> (Vec<Place>, Head) {
+fn next(storage: &dyn Storage) -> (Vec<VersionKey>, Head) {
     let catalog = Catalog::read(storage).unwrap();
     let head = catalog.next_head(storage, [2; 16], None).unwrap();
     assert_eq!(Value::check(&head), Ok(()), "{head:?}");
@@ -79,7 +79,7 @@ fn head_that_changes_at_each_look_is_read_in_the_end() {
     let (places, mut head) = next(&directory);
     head.count = 2;
     directory.put(HEAD, &seal(&head)).unwrap();
-    let storage = Faulty::new(directory, Fault::Moving);
+    let storage = Faulty::new(directory, InjectedFault::Moving);
     let catalog = Catalog::read(&storage).unwrap();
     assert_eq!(catalog.places, places);
     let [damage] = &catalog.damage[..] else {

@@ -18,7 +18,7 @@ const BELOW: [&str; 3] = ["actor/huggingface", "actor", "huggingface"];
 /// How many missing files an error names.
 const SHOWN: usize = 5;
 
-pub(super) enum Found {
+pub(super) enum FoundCheckpoint {
     /// The directory is a store.
     Store,
     Files {
@@ -29,18 +29,18 @@ pub(super) enum Found {
     },
 }
 
-pub(super) fn find(path: &Path, reach: &Reach) -> Result<Found> {
+pub(super) fn find(path: &Path, reach: &Reach) -> Result<FoundCheckpoint> {
     let about = fs::metadata(path);
     let about = about.map_err(StoreError::file("opening", path.display().to_string()))?;
     if !about.is_dir() {
-        return Ok(Found::Files {
+        return Ok(FoundCheckpoint::Files {
             at: path.into(),
             files: vec![path.into()],
             index: None,
         });
     }
     if path.join(VERSIONS).is_dir() && (path.join(HEAD).exists() || path.join(DATA).is_dir()) {
-        return Ok(Found::Store);
+        return Ok(FoundCheckpoint::Store);
     }
     if let Some(found) = within(path, reach)? {
         return Ok(found);
@@ -63,7 +63,7 @@ pub(super) fn find(path: &Path, reach: &Reach) -> Result<Found> {
 }
 
 /// The weights in a directory, or where trainers put them below it.
-fn within(dir: &Path, reach: &Reach) -> Result<Option<Found>> {
+fn within(dir: &Path, reach: &Reach) -> Result<Option<FoundCheckpoint>> {
     let below = BELOW.iter().map(|below| dir.join(below));
     for dir in std::iter::once(dir.to_owned()).chain(below) {
         if dir.is_dir()
@@ -77,7 +77,7 @@ fn within(dir: &Path, reach: &Reach) -> Result<Option<Found>> {
 
 /// The weights in a directory, whole: all that its index names, or else all that the names of its files
 /// count up to.
-fn directly(at: PathBuf, reach: &Reach) -> Result<Option<Found>> {
+fn directly(at: PathBuf, reach: &Reach) -> Result<Option<FoundCheckpoint>> {
     let all = names(&at)?;
     let only = format!("model{SAFETENSORS}");
     let has_only = all.contains(&only);
@@ -88,7 +88,7 @@ fn directly(at: PathBuf, reach: &Reach) -> Result<Option<Found>> {
             return Err(two_splits(&at, &only, INDEX));
         }
         let index = Some(index);
-        return Ok(Some(Found::Files { at, files, index }));
+        return Ok(Some(FoundCheckpoint::Files { at, files, index }));
     }
     // Nothing says which files there are, so one of these may be another.
     if let Some(name) = all.iter().find(|name| is_unfinished(name)) {
@@ -107,7 +107,7 @@ fn directly(at: PathBuf, reach: &Reach) -> Result<Option<Found>> {
     check_numbers(&at, &names)?;
     let files: Vec<_> = names.into_iter().map(|name| at.join(name)).collect();
     let index = None;
-    Ok((!files.is_empty()).then_some(Found::Files { at, files, index }))
+    Ok((!files.is_empty()).then_some(FoundCheckpoint::Files { at, files, index }))
 }
 
 /// Whether a file is one that a download or a copy has not finished, by its name.

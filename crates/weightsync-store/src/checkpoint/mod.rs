@@ -17,7 +17,7 @@ use weightsync_engine::{
     Attributes, Extracted, SafetensorsFile, Snapshot, Strategy, TensorData, WeightExtractor,
 };
 
-use self::find::{Found, find};
+use self::find::{FoundCheckpoint, find};
 use self::reach::Reach;
 use crate::anchor::is_extra;
 use crate::error::{Result, StoreError};
@@ -66,7 +66,7 @@ pub struct Checkpoint {
     /// What was asked for, and where the weights were found.
     source: PathBuf,
     path: PathBuf,
-    weights: Weights,
+    weights: CheckpointWeights,
     layout: Layout,
     /// Of each tensor of the layout, the file it is in, and its index there.
     places: Vec<(usize, usize)>,
@@ -76,7 +76,7 @@ pub struct Checkpoint {
 }
 
 #[derive(Debug)]
-enum Weights {
+enum CheckpointWeights {
     Files(Vec<SafetensorsFile>),
     Stored(Snapshot),
 }
@@ -108,8 +108,8 @@ impl Checkpoint {
             false => Reach::of(path)?,
         };
         match find(path, &reach)? {
-            Found::Store => Self::of_store(path),
-            Found::Files { at, files, index } => {
+            FoundCheckpoint::Store => Self::of_store(path),
+            FoundCheckpoint::Files { at, files, index } => {
                 let found = Self::of_files(at, &files, index.as_deref(), &reach)?;
                 Ok(Self {
                     source: path.into(),
@@ -132,7 +132,7 @@ impl Checkpoint {
             layout: snapshot.layout().clone(),
             places: (0..snapshot.layout().len()).map(|at| (0, at)).collect(),
             attributes: snapshot.attributes().clone(),
-            weights: Weights::Stored(snapshot),
+            weights: CheckpointWeights::Stored(snapshot),
             files,
             progress: None,
         })
@@ -203,7 +203,7 @@ impl Checkpoint {
             files: extra_files(&at, reach)?,
             source: at.clone(),
             path: at,
-            weights: Weights::Files(files),
+            weights: CheckpointWeights::Files(files),
             layout,
             places,
             attributes: Attributes::new(Strategy::StateDict),
@@ -223,7 +223,7 @@ impl Checkpoint {
     }
 
     fn is_of_store(&self) -> bool {
-        matches!(self.weights, Weights::Stored(_))
+        matches!(self.weights, CheckpointWeights::Stored(_))
     }
 
     /// The same weights as another version of the model that is described: its tensors in that order,
@@ -247,10 +247,10 @@ impl Checkpoint {
     fn read_at(&self, place: (usize, usize), start: usize, piece: &mut [u8]) -> io::Result<()> {
         look_for_interruption()?;
         match &self.weights {
-            Weights::Files(files) => files[place.0]
+            CheckpointWeights::Files(files) => files[place.0]
                 .read_at(place.1, start as u64, piece)
                 .map_err(io::Error::other)?,
-            Weights::Stored(snapshot) => {
+            CheckpointWeights::Stored(snapshot) => {
                 let tensor = &snapshot.layout().tensors()[place.1];
                 let bytes = tensor.range.of(snapshot.bytes()).unwrap_or_default();
                 let bytes = bytes.get(start..start + piece.len());
@@ -308,11 +308,11 @@ impl WeightExtractor for Checkpoint {
 /// Which file each tensor is in.
 fn read_index(path: &Path, reach: &Reach) -> Result<BTreeMap<String, String>> {
     #[derive(Deserialize)]
-    struct Index {
+    struct SafetensorsIndex {
         weight_map: BTreeMap<String, String>,
     }
     let bytes = read_small(path, MAX_INDEX, reach)?;
-    let index: Index = serde_json::from_slice(&bytes).map_err(|error| {
+    let index: SafetensorsIndex = serde_json::from_slice(&bytes).map_err(|error| {
         unusable(
             path,
             format!("it is not the index of a checkpoint: {error}"),

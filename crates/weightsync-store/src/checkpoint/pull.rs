@@ -11,7 +11,7 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Digest, ModelId, Version};
-use weightsync_engine::files::{self, Listed, OpenDir, is_unique, unique};
+use weightsync_engine::files::{self, ListedEntry, OpenDir, is_unique, unique};
 
 use super::{MAX_INDEX, is_plain_data, name_of};
 use crate::anchor;
@@ -46,7 +46,7 @@ pub struct Pulled {
 
 /// What a directory holds.
 #[derive(Serialize, Deserialize)]
-struct Mark {
+struct PullMark {
     store: String,
     model: ModelId,
     version: Version,
@@ -57,7 +57,7 @@ struct Mark {
 /// Whether bytes say what a directory holds.
 #[cfg(feature = "fuzz")]
 pub(crate) fn is_mark(bytes: &[u8]) -> bool {
-    serde_json::from_slice::<Mark>(bytes).is_ok()
+    serde_json::from_slice::<PullMark>(bytes).is_ok()
 }
 
 impl Store {
@@ -74,7 +74,7 @@ impl Store {
     /// [`StoreError::Occupied`], those of [`load`](Self::load), and [`StoreError::SeveralModels`].
     pub fn pull(&self, which: &Which, model: Option<&ModelId>, out: &Path) -> Result<Pulled> {
         // Before anything large is read.
-        let target = Target::new(out)?;
+        let target = TargetDirectory::new(out)?;
         let (loaded, mut files) = self.load_with_files(which, model)?;
         let LoadedModel {
             snapshot,
@@ -94,7 +94,7 @@ impl Store {
             }
             !is_left_out && name != PULL_MARK
         });
-        let unfinished = Unfinished::new(&target, self.mode())?;
+        let unfinished = UnfinishedDirectory::new(&target, self.mode())?;
         let mut storage: Arc<dyn Storage> = Arc::new(Directory::new(&unfinished.path));
         if let Some(progress) = self.progress() {
             storage = Arc::new(Metered::new(storage, progress));
@@ -103,7 +103,7 @@ impl Store {
         self.begins(Work::Writes, bytes)?;
         let budget = SaveOptions::default().shard_bytes;
         let written = anchor::write(&*storage, "", &snapshot, &files, budget)?;
-        let mark = Mark {
+        let mark = PullMark {
             store: self.name(),
             model: snapshot.model().clone(),
             version: snapshot.version(),
@@ -141,13 +141,13 @@ impl Store {
 }
 
 /// Where a directory is to be.
-struct Target {
+struct TargetDirectory {
     path: PathBuf,
     /// The directory it is in.
     above: PathBuf,
 }
 
-impl Target {
+impl TargetDirectory {
     fn new(out: &Path) -> Result<Self> {
         let failed = || StoreError::file("writing", out.display().to_string());
         // One behind a link is replaced where it is, and not the link.
@@ -212,10 +212,10 @@ fn check_written(dir: &OpenDir, named: &Path) -> Result<bool> {
         let read = file.take(MAX_INDEX).read_to_end(&mut mark);
         read.map_err(failed())?;
     }
-    let Ok(mark) = serde_json::from_slice::<Mark>(&mark) else {
+    let Ok(mark) = serde_json::from_slice::<PullMark>(&mark) else {
         return Err(occupied("it is not empty, and no pull wrote it".into()));
     };
-    let is_ours = |entry: &&Listed| {
+    let is_ours = |entry: &&ListedEntry| {
         let name = entry.name.to_str();
         let known = |name: &str| name == PULL_MARK || mark.files.contains(name);
         entry.is_file && name.is_some_and(known)
@@ -279,7 +279,7 @@ fn is_mount(path: &Path) -> bool {
 const UNFINISHED: &str = ".unfinished-";
 
 /// A directory next to its place. It is removed unless it gets there.
-struct Unfinished {
+struct UnfinishedDirectory {
     above: OpenDir,
     name: String,
     path: PathBuf,
@@ -289,8 +289,8 @@ struct Unfinished {
     is_kept: bool,
 }
 
-impl Unfinished {
-    fn new(target: &Target, mode: u32) -> Result<Self> {
+impl UnfinishedDirectory {
+    fn new(target: &TargetDirectory, mode: u32) -> Result<Self> {
         let start = format!(".{}{UNFINISHED}", name_of(&target.path));
         let make = || -> io::Result<Self> {
             let above = OpenDir::open(&target.above)?;
@@ -322,7 +322,7 @@ impl Unfinished {
     }
 
     /// Gives it its name. What had that name is removed.
-    fn place(mut self, target: &Target) -> Result<()> {
+    fn place(mut self, target: &TargetDirectory) -> Result<()> {
         let failed = |error| StoreError::file("writing", target.path.display().to_string())(error);
         // Somebody may have put something there meanwhile.
         match target.is_replaceable()? {
@@ -355,7 +355,7 @@ impl Unfinished {
     }
 }
 
-impl Drop for Unfinished {
+impl Drop for UnfinishedDirectory {
     fn drop(&mut self) {
         if !self.is_kept {
             // Of no use to anybody. It is not there if it has its name.

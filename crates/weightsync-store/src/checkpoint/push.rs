@@ -54,7 +54,7 @@ pub struct Pushed {
 }
 
 /// The newest version of the model, before.
-struct Newest {
+struct PreviousVersion {
     stored: Stored,
     spec: ModelSpec,
     /// Which of the checkpoint's files differ from those that are there.
@@ -190,7 +190,7 @@ impl Store {
         &self,
         checkpoint: &Checkpoint,
         model: Option<&ModelId>,
-    ) -> Result<(Option<Newest>, Vec<Damage>)> {
+    ) -> Result<(Option<PreviousVersion>, Vec<Damage>)> {
         let read = self.read(&Which::Newest, &|manifest| {
             let stored = match model {
                 Some(id) => manifest.model(id),
@@ -203,7 +203,7 @@ impl Store {
                 true => Vec::new(),
                 false => anchor::differing(&checkpoint.files, &stored.anchor.files),
             };
-            Ok(Some(Newest {
+            Ok(Some(PreviousVersion {
                 stored: stored.clone(),
                 spec: self.spec(&stored.model, &stored.spec)?,
                 other_files,

@@ -8,8 +8,8 @@ fn layout(bytes: u64) -> Layout {
 }
 
 fn apply_all(layout: &Layout, file: &[u8], image: &mut [u8]) -> Result<(), String> {
-    let header = Index::header_bytes(layout).min(file.len());
-    let index = Index::read(layout, &file[..header], file.len() as u64)?;
+    let header = DeltaIndex::header_bytes(layout).min(file.len());
+    let index = DeltaIndex::read(layout, &file[..header], file.len() as u64)?;
     let mut scratch = Scratch::new();
     for (span, place) in image.chunks_mut(SPAN as usize).enumerate() {
         let (at, len) = index.part(span);
@@ -46,7 +46,7 @@ fn delta_file_of_nothing_is_a_header() {
     let layout = layout(SPAN);
     let image = vec![3; SPAN as usize];
     let made = make(&layout, Codec::Thin, &image, &image, u64::MAX).unwrap();
-    assert_eq!(made.bytes.len(), Index::header_bytes(&layout));
+    assert_eq!(made.bytes.len(), DeltaIndex::header_bytes(&layout));
     let empty = Layout::new([]).unwrap();
     let made = make(&empty, Codec::Thin, &[], &[], u64::MAX).unwrap();
     assert!(apply_all(&empty, &made.bytes, &mut []).is_ok());

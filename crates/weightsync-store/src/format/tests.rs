@@ -2,15 +2,15 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn place(epoch: u64, sequence: u64) -> Place {
-    Place {
+fn place(epoch: u64, sequence: u64) -> VersionKey {
+    VersionKey {
         epoch: Epoch(epoch),
         sequence,
     }
 }
 
-fn manifest() -> Manifest {
-    Manifest {
+fn manifest() -> StoreManifest {
+    StoreManifest {
         place: place(2, 5),
         previous: Some(place(1, 4)),
         run: Run {
@@ -52,14 +52,14 @@ fn head() -> Head {
         epoch: Epoch(3),
         id: [1; 16],
     };
-    let first = Published {
+    let first = PublishedRun {
         epoch: Epoch(1),
         last: 7,
         failed: [5].into(),
     };
     let mut head = Head {
         run,
-        runs: vec![first, Published::none(run.epoch)],
+        runs: vec![first, PublishedRun::none(run.epoch)],
         count: 5,
         names: BTreeMap::new(),
         dropped: BTreeSet::new(),
@@ -73,7 +73,10 @@ fn head() -> Head {
 #[test]
 fn sealed_files_read_back() {
     let bytes = seal(&manifest());
-    assert_eq!(unseal::<Manifest>("a file", &bytes).unwrap(), manifest());
+    assert_eq!(
+        unseal::<StoreManifest>("a file", &bytes).unwrap(),
+        manifest()
+    );
     let bytes = seal(&head());
     assert_eq!(unseal::<Head>("a file", &bytes).unwrap(), head());
 }
@@ -98,7 +101,7 @@ fn flipped_bits_are_found_wherever_they_are() {
                 let mut flipped = bytes.clone();
                 flipped[at] ^= 1 << bit;
                 let read = [
-                    unseal::<Manifest>("it", &flipped).err(),
+                    unseal::<StoreManifest>("it", &flipped).err(),
                     unseal::<Head>("it", &flipped).err(),
                 ];
                 for error in read {
@@ -108,7 +111,7 @@ fn flipped_bits_are_found_wherever_they_are() {
             }
         }
         for len in 0..bytes.len() {
-            assert!(unseal::<Manifest>("it", &bytes[..len]).is_err());
+            assert!(unseal::<StoreManifest>("it", &bytes[..len]).is_err());
         }
     }
 }
@@ -168,7 +171,10 @@ fn places_sort_as_their_names_do() {
     }
     for place in places {
         assert_eq!(place.to_string().parse(), Ok(place));
-        assert_eq!(Place::of_manifest(&format!("{place}.json")), Some(place));
+        assert_eq!(
+            VersionKey::of_manifest(&format!("{place}.json")),
+            Some(place)
+        );
     }
     for bad in [
         "",
@@ -176,7 +182,7 @@ fn places_sort_as_their_names_do() {
         "+0000000000000000001-00000000000000000001",
         "../x",
     ] {
-        assert_eq!(bad.parse::<Place>(), Err(()));
+        assert_eq!(bad.parse::<VersionKey>(), Err(()));
     }
 }
 
@@ -207,10 +213,10 @@ fn manifests_with_dangerous_values_are_refused() {
     ] {
         let mut bad = manifest();
         bad.models[0].anchor.files[0].name = name.into();
-        let error = unseal::<Manifest>("it", &seal(&bad)).unwrap_err();
+        let error = unseal::<StoreManifest>("it", &seal(&bad)).unwrap_err();
         assert!(matches!(error, StoreError::Damaged(_)), "{name:?}: {error}");
     }
-    let changes: [fn(&mut Manifest); 5] = [
+    let changes: [fn(&mut StoreManifest); 5] = [
         |bad| bad.models.clear(),
         |bad| bad.models.push(bad.models[0].clone()),
         |bad| bad.previous = Some(bad.place),
@@ -220,7 +226,10 @@ fn manifests_with_dangerous_values_are_refused() {
     for change in changes {
         let mut bad = manifest();
         change(&mut bad);
-        assert!(unseal::<Manifest>("it", &seal(&bad)).is_err(), "{bad:?}");
+        assert!(
+            unseal::<StoreManifest>("it", &seal(&bad)).is_err(),
+            "{bad:?}"
+        );
     }
 }
 
@@ -265,10 +274,10 @@ fn models_have_directories_of_their_own() {
 proptest! {
     #[test]
     fn decoders_survive_any_text(text in ".{0,200}") {
-        let _ = unseal::<Manifest>("it", text.as_bytes());
+        let _ = unseal::<StoreManifest>("it", text.as_bytes());
         let _ = unseal::<Head>("it", text.as_bytes());
         let sealed = format!(r#"{{"format":1,"crc64":"{}","value":{text}}}"#, seal_of(1, &text));
-        let _ = unseal::<Manifest>("it", sealed.as_bytes());
+        let _ = unseal::<StoreManifest>("it", sealed.as_bytes());
         let _ = unseal::<Head>("it", sealed.as_bytes());
     }
 }

@@ -56,18 +56,18 @@ use crate::store::Store;
 #[derive(Clone, Debug)]
 pub struct StoreScheme {
     address: Address,
-    settings: Settings,
+    settings: StoreSettings,
 }
 
 /// What a scheme's text says after the path.
 #[derive(Clone, Copy, Debug, Default)]
-struct Settings {
+struct StoreSettings {
     /// The newest 8, if it is not set.
     keep: Option<Keep>,
     temporary: bool,
 }
 
-const SETTINGS: &[Setting<Settings>] = &[
+const SETTINGS: &[Setting<StoreSettings>] = &[
     Setting {
         key: "keep",
         takes: "N, all or N+every:M",
@@ -125,7 +125,7 @@ impl StoreScheme {
         }
         Ok(Self {
             address,
-            settings: Settings::default(),
+            settings: StoreSettings::default(),
         })
     }
 

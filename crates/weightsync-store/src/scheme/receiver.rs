@@ -13,10 +13,10 @@ use weightsync_engine::transport::{
 use weightsync_engine::{Error, Member, Origin, Result, SetSnapshot, Snapshot};
 
 use super::{ALIVE, AboutSender, SENDER, encoded, is_here, store_at, vacate, worker_dir};
-use crate::anchor::Base;
+use crate::anchor::StoredBase;
 use crate::catalog::{self, Catalog};
 use crate::error::{Damage, StoreError};
-use crate::format::{HEAD, Head, Manifest, Place, Stored, unseal};
+use crate::format::{HEAD, Head, StoreManifest, Stored, VersionKey, unseal};
 use crate::lease::Lease;
 use crate::storage::{Peer, Presence};
 use crate::store::{ModelVersion, Store};
@@ -25,7 +25,7 @@ use crate::store::{ModelVersion, Store};
 const MAX_REASON: usize = 4096;
 
 /// The models of a version, and how they are stored.
-type Found = (Vec<Member>, Vec<Base>);
+type Found = (Vec<Member>, Vec<StoredBase>);
 
 #[derive(Debug)]
 pub(super) struct StoreReceiver {
@@ -40,7 +40,7 @@ pub(super) struct StoreReceiver {
     /// The newest that was read.
     held: Option<SetSnapshot>,
     /// Its models, and how they are stored: only what changed since is read of the next.
-    bases: Vec<Base>,
+    bases: Vec<StoredBase>,
     /// How many bytes of weights were read.
     travelled: AtomicU64,
     /// The one before, in whose memory the next is read if the worker has dropped it.
@@ -184,7 +184,11 @@ impl StoreReceiver {
         }
     }
 
-    fn hand_over(&mut self, place: Place, members: Vec<Member>) -> Result<Option<SetSnapshot>> {
+    fn hand_over(
+        &mut self,
+        place: VersionKey,
+        members: Vec<Member>,
+    ) -> Result<Option<SetSnapshot>> {
         self.seen = place.sequence;
         if !members.iter().any(|member| member.changed) {
             return Ok(None); // it was about models that this worker does not want
@@ -200,7 +204,7 @@ impl StoreReceiver {
 
     /// A version of every wanted model, checked; `None` if it is not there any more, or a model has
     /// none yet.
-    fn read(&mut self, place: Place) -> Result<Option<Found>, StoreError> {
+    fn read(&mut self, place: VersionKey) -> Result<Option<Found>, StoreError> {
         let _lease = Lease::take(&self.store.shared_storage(), place)?;
         let manifest = catalog::manifest(self.store.storage(), place)?;
         let Some(manifest) = manifest else {
@@ -216,7 +220,7 @@ impl StoreReceiver {
     /// Reads every wanted model, in the memory of `spares` that nobody else holds.
     fn read_models(
         &self,
-        manifest: &Manifest,
+        manifest: &StoreManifest,
         spares: Vec<Snapshot>,
     ) -> Result<Option<Found>, StoreError> {
         let (mut members, mut bases) = (Vec::new(), Vec::new());
@@ -243,7 +247,7 @@ impl StoreReceiver {
                 // A version of an earlier sender of another model.
                 return Ok(None);
             }
-            bases.push(Base {
+            bases.push(StoredBase {
                 snapshot: snapshot.clone(),
                 stored: stored.clone(),
             });
@@ -258,10 +262,10 @@ impl StoreReceiver {
     /// Reads one model: what changed since `base`, if the version is above it, and else all of it.
     fn load(
         &self,
-        manifest: &Manifest,
+        manifest: &StoreManifest,
         stored: &Stored,
         spare: Option<Image>,
-        base: Option<&Base>,
+        base: Option<&StoredBase>,
     ) -> Result<Snapshot, StoreError> {
         let load = |spare, base| {
             let bytes = stored.read_bytes(base);
@@ -379,7 +383,7 @@ impl StoreReceiver {
     }
 
     /// Passes a publication over that cannot be read, and says so.
-    fn give_up<T>(&mut self, place: Place, error: Error) -> Result<T> {
+    fn give_up<T>(&mut self, place: VersionKey, error: Error) -> Result<T> {
         self.seen = place.sequence;
         let reason = error.to_string();
         self.status.refused = Some((place.sequence, cut(&reason)));

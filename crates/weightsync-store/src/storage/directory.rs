@@ -101,7 +101,7 @@ impl Directory {
     }
 
     /// The store's lock, until it is dropped. Makes the store's directory.
-    fn lock(&self) -> io::Result<Locked> {
+    fn lock(&self) -> io::Result<LockedFile> {
         let root = || self.at(LOCK, true).map(|(dir, _)| Some(dir));
         let locked = self.lock_in(root)?;
         locked.ok_or_else(|| ErrorKind::NotFound.into())
@@ -111,7 +111,7 @@ impl Directory {
     fn lock_in(
         &self,
         root: impl Fn() -> io::Result<Option<OpenDir>>,
-    ) -> io::Result<Option<Locked>> {
+    ) -> io::Result<Option<LockedFile>> {
         let until = Instant::now() + PATIENCE;
         loop {
             let opened = match root() {
@@ -123,7 +123,7 @@ impl Directory {
                 Ok(file) => match file.try_lock() {
                     // The store may have been removed since the file was opened.
                     Ok(()) if inode(&file) == self.inode(LOCK) => {
-                        return Ok(Some(Locked::new(file)));
+                        return Ok(Some(LockedFile::new(file)));
                     }
                     Ok(()) | Err(TryLockError::WouldBlock) => {}
                     Err(TryLockError::Error(error)) => return Err(no_locks(error)),
@@ -263,7 +263,7 @@ impl Storage for Directory {
         // The clone keeps the lock of the unfinished file.
         let file = unfinished.file.try_clone()?;
         unfinished.place(false)?;
-        Ok(Box::new(Here(Locked::new(file))))
+        Ok(Box::new(DirectoryPresence(LockedFile::new(file))))
     }
 
     fn peer(&self, path: &str) -> io::Result<Option<Box<dyn Peer>>> {
@@ -275,7 +275,7 @@ impl Storage for Directory {
         if about.last() == Some(&LEFT) {
             about.pop();
         }
-        Ok(Some(Box::new(Other { about, file })))
+        Ok(Some(Box::new(DirectoryPeer { about, file })))
     }
 
     fn tidy(&self) -> io::Result<()> {
@@ -503,19 +503,19 @@ const LEFT: u8 = b'\n';
 /// A file whose lock this process holds. A forked child has the same open file, and with it the lock:
 /// closing the file in one of the two would not release it, so its owner does, and only its owner.
 #[derive(Debug)]
-struct Locked {
+struct LockedFile {
     file: File,
     owner: Origin,
 }
 
-impl Locked {
+impl LockedFile {
     fn new(file: File) -> Self {
         let owner = Origin::here();
         Self { file, owner }
     }
 }
 
-impl Drop for Locked {
+impl Drop for LockedFile {
     fn drop(&mut self) {
         if self.owner.is_here() {
             let _ = self.file.unlock();
@@ -524,11 +524,11 @@ impl Drop for Locked {
 }
 
 #[derive(Debug)]
-struct Here(Locked);
+struct DirectoryPresence(LockedFile);
 
-impl Presence for Here {}
+impl Presence for DirectoryPresence {}
 
-impl Drop for Here {
+impl Drop for DirectoryPresence {
     fn drop(&mut self) {
         // Before the lock is released: this is no death.
         if self.0.owner.is_here() {
@@ -538,12 +538,12 @@ impl Drop for Here {
 }
 
 #[derive(Debug)]
-struct Other {
+struct DirectoryPeer {
     about: Vec<u8>,
     file: File,
 }
 
-impl Peer for Other {
+impl Peer for DirectoryPeer {
     fn about(&self) -> &[u8] {
         &self.about
     }

@@ -12,7 +12,7 @@ use super::{Blob, Directory, Peer, Presence, Storage, Upload};
 
 /// How a call fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fault {
+pub(crate) enum InjectedFault {
     /// It does nothing, and says so.
     Refused,
     /// It does what it is to do, and its answer gets lost.
@@ -31,27 +31,27 @@ pub(crate) enum Fault {
 #[derive(Clone, Debug)]
 pub(crate) struct Faulty {
     directory: Directory,
-    plan: Arc<Plan>,
+    plan: Arc<FaultPlan>,
 }
 
 #[derive(Debug)]
-struct Plan {
+struct FaultPlan {
     calls: AtomicU64,
     /// The call that fails; none at `u64::MAX`.
     at: AtomicU64,
-    fault: Fault,
+    fault: InjectedFault,
     /// The replacement that is still to be done, and the call before which it is.
     late: Mutex<Option<(u64, Swap)>>,
     /// Whether a late replacement has changed the head.
     landed: AtomicBool,
     /// What happens meanwhile, and the call before which it does.
-    meanwhile: Mutex<Option<(u64, Event)>>,
+    meanwhile: Mutex<Option<(u64, ConcurrentAction)>>,
 }
 
 /// What others do.
-struct Event(Box<dyn FnOnce() + Send>);
+struct ConcurrentAction(Box<dyn FnOnce() + Send>);
 
-impl fmt::Debug for Event {
+impl fmt::Debug for ConcurrentAction {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("an event")
     }
@@ -61,8 +61,8 @@ impl fmt::Debug for Event {
 type Swap = (String, Option<Vec<u8>>, Vec<u8>);
 
 impl Faulty {
-    pub(crate) fn new(directory: Directory, fault: Fault) -> Self {
-        let plan = Plan {
+    pub(crate) fn new(directory: Directory, fault: InjectedFault) -> Self {
+        let plan = FaultPlan {
             calls: AtomicU64::new(0),
             at: AtomicU64::new(u64::MAX),
             fault,
@@ -85,7 +85,7 @@ impl Faulty {
     /// Counts from 0 again. Before this call, others do something; no call fails.
     pub(crate) fn meanwhile(&self, call: u64, event: impl FnOnce() + Send + 'static) {
         self.fail_at(u64::MAX);
-        *self.plan.meanwhile.lock().unwrap() = Some((call, Event(Box::new(event))));
+        *self.plan.meanwhile.lock().unwrap() = Some((call, ConcurrentAction(Box::new(event))));
     }
 
     /// Counts from 0 again. What is late is done before this call. False if nothing is.
@@ -121,7 +121,7 @@ impl Faulty {
     }
 }
 
-impl Plan {
+impl FaultPlan {
     fn call<T>(&self, run: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         let call = self.calls.fetch_add(1, Ordering::SeqCst);
         let event = self
@@ -129,17 +129,17 @@ impl Plan {
             .lock()
             .unwrap()
             .take_if(|(at, _)| *at == call);
-        if let Some((_, Event(event))) = event {
+        if let Some((_, ConcurrentAction(event))) = event {
             event();
         }
         let at = self.at.load(Ordering::SeqCst);
         let failed = || Err(io::Error::other(format!("call {call} fails")));
         match self.fault {
-            Fault::Outage if at != u64::MAX && call > at => failed(),
+            InjectedFault::Outage if at != u64::MAX && call > at => failed(),
             _ if call != at => run(),
-            Fault::Refused | Fault::Late | Fault::Moving => failed(),
-            Fault::Panic => panic!("call {call} panics"),
-            Fault::Lost | Fault::Outage => run().and_then(|_| failed()),
+            InjectedFault::Refused | InjectedFault::Late | InjectedFault::Moving => failed(),
+            InjectedFault::Panic => panic!("call {call} panics"),
+            InjectedFault::Lost | InjectedFault::Outage => run().and_then(|_| failed()),
         }
     }
 }
@@ -154,7 +154,7 @@ impl Storage for Faulty {
         let read = self.plan.call(|| self.directory.read(path))?;
         let moving = read
             .as_ref()
-            .filter(|_| path == HEAD && self.plan.fault == Fault::Moving);
+            .filter(|_| path == HEAD && self.plan.fault == InjectedFault::Moving);
         if let Some(bytes) = moving {
             self.directory.put(path, &[bytes, &b" "[..]].concat())?;
         }
@@ -164,7 +164,7 @@ impl Storage for Faulty {
     fn swap(&self, path: &str, old: Option<&[u8]>, new: &[u8]) -> io::Result<bool> {
         self.land()?;
         let swapped = self.plan.call(|| self.directory.swap(path, old, new));
-        if swapped.is_err() && self.plan.fault == Fault::Late {
+        if swapped.is_err() && self.plan.fault == InjectedFault::Late {
             let swap = (path.to_owned(), old.map(<[u8]>::to_vec), new.to_vec());
             *self.plan.late.lock().unwrap() = Some((u64::MAX, swap));
         }
@@ -240,7 +240,7 @@ impl Storage for Faulty {
 
 struct FaultyUpload {
     upload: Box<dyn Upload>,
-    plan: Arc<Plan>,
+    plan: Arc<FaultPlan>,
 }
 
 impl Upload for FaultyUpload {
@@ -256,7 +256,7 @@ impl Upload for FaultyUpload {
 
 struct FaultyBlob {
     blob: Box<dyn Blob>,
-    plan: Arc<Plan>,
+    plan: Arc<FaultPlan>,
 }
 
 impl Blob for FaultyBlob {

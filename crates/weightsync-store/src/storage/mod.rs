@@ -17,7 +17,7 @@ pub(crate) use weightsync_engine::transport::polled::Life;
 use weightsync_engine::{Error, files};
 
 use crate::anchor::{INDEX, SAFETENSORS};
-use crate::format::{DATA, DELTA, HEAD, Hash, LEASES, Place, SPECS, VERSIONS};
+use crate::format::{DATA, DELTA, HEAD, Hash, LEASES, SPECS, VERSIONS, VersionKey};
 use crate::lease;
 use crate::scheme::{ALIVE, ENDS, SENDER, SENDER_LOCK, STATUS, WORKERS, is_worker_dir};
 
@@ -139,7 +139,7 @@ pub(crate) fn is_of_a_store(path: &str, is_dir: bool) -> bool {
         };
     }
     let names: Vec<&str> = path.split('/').collect();
-    let is_place = |name: &str| name.parse::<Place>().is_ok();
+    let is_place = |name: &str| name.parse::<VersionKey>().is_ok();
     let is_plain = |name: &str| !name.is_empty() && !name.starts_with('.');
     match (is_dir, &names[..]) {
         (true, [VERSIONS | SPECS | DATA | LEASES | ENDS]) | (false, [HEAD]) => true,
@@ -149,7 +149,7 @@ pub(crate) fn is_of_a_store(path: &str, is_dir: bool) -> bool {
             let is_weights = [DELTA, INDEX].contains(file) || file.ends_with(SAFETENSORS);
             is_place(place) && is_plain(model) && is_weights
         }
-        (false, [VERSIONS, name]) => Place::of_manifest(name).is_some(),
+        (false, [VERSIONS, name]) => VersionKey::of_manifest(name).is_some(),
         (false, [SPECS, name]) => Hash::of_spec(name).is_some(),
         (false, [LEASES, name]) => lease::is_one(name),
         (false, [ENDS, _]) => [SENDER, SENDER_LOCK].contains(&path),

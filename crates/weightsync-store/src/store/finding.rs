@@ -5,13 +5,13 @@ use weightsync_core::Version;
 use super::{ModelVersion, Store};
 use crate::catalog::{self, Catalog};
 use crate::error::{Result, StoreError};
-use crate::format::{Manifest, Place};
+use crate::format::{StoreManifest, VersionKey};
 use crate::{DAMAGE_TARGET, Damage};
 
 impl Store {
     /// The newest version of the store in which the model has the version asked for. Versions of a
     /// model only grow, so half of those that are left are passed over at each step.
-    pub(crate) fn find(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Place> {
+    pub(crate) fn find(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<VersionKey> {
         let places = &catalog.places;
         let told = &mut Vec::new();
         // The store has the model, or says what it has.
@@ -51,7 +51,11 @@ impl Store {
     }
 
     /// The newest version of the store, if the model has the version asked for in it or a later one.
-    pub(super) fn find_newest(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Place> {
+    pub(super) fn find_newest(
+        &self,
+        catalog: &Catalog,
+        asked: &ModelVersion,
+    ) -> Result<VersionKey> {
         let told = &mut Vec::new();
         match self.newest(catalog, asked, told)? {
             Some((place, got)) if got >= asked.version => Ok(place),
@@ -65,7 +69,7 @@ impl Store {
         catalog: &Catalog,
         asked: &ModelVersion,
         told: &mut Vec<Damage>,
-    ) -> Result<Option<(Place, Version)>> {
+    ) -> Result<Option<(VersionKey, Version)>> {
         for &place in catalog.places.iter().rev() {
             if let Some(manifest) = self.readable(place, told)? {
                 return Ok(Some((place, self.stored(&manifest, asked)?.version)));
@@ -75,7 +79,7 @@ impl Store {
     }
 
     /// The manifest of a place, if it is there and whole. Damage is logged once for a call.
-    fn readable(&self, place: Place, told: &mut Vec<Damage>) -> Result<Option<Manifest>> {
+    fn readable(&self, place: VersionKey, told: &mut Vec<Damage>) -> Result<Option<StoreManifest>> {
         match catalog::manifest(self.storage(), place) {
             Err(StoreError::Damaged(damage)) => {
                 if !told.contains(&damage) {
@@ -89,7 +93,7 @@ impl Store {
     }
 
     /// The version of the model there; none, if the model came later.
-    fn version_in(&self, manifest: &Manifest, asked: &ModelVersion) -> Version {
+    fn version_in(&self, manifest: &StoreManifest, asked: &ModelVersion) -> Version {
         let stored = self.stored(manifest, asked);
         stored.map_or(Version::NONE, |stored| stored.version)
     }

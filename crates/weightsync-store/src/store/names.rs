@@ -7,7 +7,7 @@ use weightsync_core::{ModelId, Version};
 use super::{ModelVersion, Store};
 use crate::catalog::{self, Catalog};
 use crate::error::{Damage, Result, StoreError};
-use crate::format::{HEAD, Place, is_version_name, seal};
+use crate::format::{HEAD, VersionKey, is_version_name, seal};
 
 impl Store {
     /// Gives the newest version in which the model has this version a name. The store keeps a named
@@ -64,7 +64,7 @@ impl Store {
 
     fn change_names(
         &self,
-        change: impl Fn(&Catalog, &mut BTreeMap<String, Place>) -> Result<()>,
+        change: impl Fn(&Catalog, &mut BTreeMap<String, VersionKey>) -> Result<()>,
     ) -> Result<()> {
         loop {
             let catalog = Catalog::read(self.storage())?;

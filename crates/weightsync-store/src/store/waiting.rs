@@ -9,7 +9,7 @@ use weightsync_engine::transport::polled::Pause;
 
 use crate::catalog::{self, Catalog};
 use crate::error::{Result, StoreError};
-use crate::format::{HEAD, Place};
+use crate::format::{HEAD, VersionKey};
 
 impl Store {
     /// Waits until a version is published that comes after `than`, by its number in the store, and
@@ -134,7 +134,7 @@ impl Store {
 
     /// Whether the model has this version, or an older one, at a place; `None` where nothing can be
     /// read.
-    fn is_at(&self, place: Place, held: &ModelVersion) -> Result<Option<bool>> {
+    fn is_at(&self, place: VersionKey, held: &ModelVersion) -> Result<Option<bool>> {
         match catalog::manifest(self.storage(), place) {
             Ok(Some(manifest)) => Ok(Some(self.stored(&manifest, held)?.version <= held.version)),
             Ok(None) | Err(StoreError::Damaged(_)) => Ok(None),

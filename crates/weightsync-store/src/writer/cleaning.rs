@@ -2,15 +2,15 @@
 
 use std::collections::BTreeSet;
 
-use super::{Needs, Newest, Writer};
+use super::{Needs, NewestSaved, Writer};
 use crate::catalog::{self, Catalog};
 use crate::error::{Result, StoreError};
-use crate::format::{DATA, Place, Stored};
+use crate::format::{DATA, Stored, VersionKey};
 use crate::lease;
 
 impl Writer {
     /// Removes what a version left that was not published. False if something may be left.
-    pub(super) fn discard(&mut self, place: Place) -> bool {
+    pub(super) fn discard(&mut self, place: VersionKey) -> bool {
         self.removed.insert(place, vec![place]);
         let storage = self.store.storage();
         let mut gone = true;
@@ -29,7 +29,7 @@ impl Writer {
         let storage = self.store.shared_storage();
         let failed = |action, path: &str| StoreError::file(action, storage.name(path));
         let data = storage.list(DATA).map_err(failed("listing", DATA))?;
-        let data: Vec<Place> = data.iter().filter_map(|name| name.parse().ok()).collect();
+        let data: Vec<VersionKey> = data.iter().filter_map(|name| name.parse().ok()).collect();
         let all = catalog.listed.iter().chain(&data);
         let runs = self.head.runs.iter().map(|run| run.last);
         let highest = all.map(|place| place.sequence).chain(runs).max();
@@ -60,7 +60,7 @@ impl Writer {
                     self.note_tried(&manifest.models);
                     let models = manifest.models.into_iter();
                     let newest = models.map(|stored| {
-                        let newest = Newest { stored, base: None };
+                        let newest = NewestSaved { stored, base: None };
                         (newest.stored.model.clone(), newest)
                     });
                     self.newest.extend(newest);
@@ -85,7 +85,7 @@ impl Writer {
     }
 
     /// Removes what was not published.
-    fn tidy(&mut self, listed: &[Place], data: &[Place]) -> Result<()> {
+    fn tidy(&mut self, listed: &[VersionKey], data: &[VersionKey]) -> Result<()> {
         let storage = self.store.shared_storage();
         let failed = |action, path: &str| StoreError::file(action, storage.name(path));
         if let Err(error) = storage.tidy() {
@@ -133,11 +133,11 @@ impl Writer {
     }
 
     /// Removes these data, as far as nothing needs them.
-    fn remove_data(&mut self, candidates: &[Place]) -> Result<()> {
+    fn remove_data(&mut self, candidates: &[VersionKey]) -> Result<()> {
         let storage = self.store.shared_storage();
         // After the manifests are gone: a reader that came before has a lease by now.
         let leased = lease::leased(&*storage)?;
-        let (failed, old): (Vec<Place>, Vec<_>) = candidates
+        let (failed, old): (Vec<VersionKey>, Vec<_>) = candidates
             .iter()
             .filter(|place| !self.known.contains_key(place))
             .partition(|place| self.head.never_had(**place));
@@ -158,7 +158,11 @@ impl Writer {
     }
 
     /// Those of these data that no published version needs, and no reader.
-    fn unneeded(&mut self, mut data: Vec<Place>, leased: &[Place]) -> Result<Vec<Place>> {
+    fn unneeded(
+        &mut self,
+        mut data: Vec<VersionKey>,
+        leased: &[VersionKey],
+    ) -> Result<Vec<VersionKey>> {
         let known: Vec<_> = self.known.keys().copied().collect();
         let mut needed: BTreeSet<_> = leased.iter().copied().collect();
         for place in known {
@@ -181,7 +185,7 @@ impl Writer {
     }
 
     /// What a version needs.
-    fn read_needs(&mut self, place: Place) -> Result<&Needs> {
+    fn read_needs(&mut self, place: VersionKey) -> Result<&Needs> {
         let needs = self.known.entry(place).or_insert(Needs::Unread);
         if let Needs::Unread = needs {
             *needs = match catalog::manifest(self.store.storage(), place) {

@@ -2,10 +2,10 @@
 
 use weightsync_core::Run;
 
-use super::{Needs, Newest, Unsettled, Writer};
+use super::{Needs, NewestSaved, Unsettled, Writer};
 use crate::catalog;
 use crate::error::{Damage, Result, StoreError};
-use crate::format::{DATA, HEAD, Head, Place, VERSIONS, seal, unseal};
+use crate::format::{DATA, HEAD, Head, VERSIONS, VersionKey, seal, unseal};
 use crate::lease;
 use crate::retention::Keep;
 
@@ -182,7 +182,9 @@ impl Writer {
         let storage = self.store.storage();
         let names = storage.list(VERSIONS);
         let names = names.map_err(StoreError::file("listing", storage.name(VERSIONS)))?;
-        let mut places = names.iter().filter_map(|name| Place::of_manifest(name));
+        let mut places = names
+            .iter()
+            .filter_map(|name| VersionKey::of_manifest(name));
         Ok(places.any(|place| self.known.contains_key(&place)))
     }
 
@@ -194,7 +196,9 @@ impl Writer {
             names.map_err(StoreError::file("listing", storage.name(dir)))
         };
         let (manifests, data) = (list(VERSIONS)?, list(DATA)?);
-        let places = manifests.iter().filter_map(|name| Place::of_manifest(name));
+        let places = manifests
+            .iter()
+            .filter_map(|name| VersionKey::of_manifest(name));
         let places = places.chain(data.iter().filter_map(|name| name.parse().ok()));
         let own = self.head.run.epoch;
         let Some(latest) = places.max().filter(|place| place.epoch > own) else {
@@ -217,7 +221,7 @@ impl Writer {
         let models = version.models.into_iter();
         let newest = models.map(|(stored, snapshot)| {
             let base = self.options.deltas.then_some(snapshot);
-            (stored.model.clone(), Newest { stored, base })
+            (stored.model.clone(), NewestSaved { stored, base })
         });
         self.newest.extend(newest);
         self.removed.remove(&version.place);

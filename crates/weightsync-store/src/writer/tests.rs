@@ -8,7 +8,7 @@ use weightsync_engine::files::unique;
 use super::*;
 use crate::format::{DATA, LEASES, VERSIONS};
 use crate::lease;
-use crate::storage::faulty::{Fault, Faulty};
+use crate::storage::faulty::{Faulty, InjectedFault};
 use crate::storage::{Directory, Storage};
 use crate::store::{ModelVersion, Which};
 
@@ -232,7 +232,7 @@ fn unfinished(dir: &std::path::Path) -> usize {
 }
 
 /// A life in which each call fails in turn; then all is well again.
-fn fail_everywhere(fault: Fault, keep: &str) {
+fn fail_everywhere(fault: InjectedFault, keep: &str) {
     for call in 0.. {
         let dir = memory();
         let storage = Faulty::new(Directory::new(dir.path()), fault);
@@ -265,43 +265,43 @@ fn fail_everywhere(fault: Fault, keep: &str) {
 
 #[test]
 fn writer_survives_refused_calls() {
-    fail_everywhere(Fault::Refused, "2");
+    fail_everywhere(InjectedFault::Refused, "2");
 }
 
 #[test]
 fn writer_that_keeps_all_survives_refused_calls() {
-    fail_everywhere(Fault::Refused, "all");
+    fail_everywhere(InjectedFault::Refused, "all");
 }
 
 #[test]
 fn writer_survives_lost_answers() {
-    fail_everywhere(Fault::Lost, "2");
+    fail_everywhere(InjectedFault::Lost, "2");
 }
 
 #[test]
 fn writer_that_keeps_all_survives_lost_answers() {
-    fail_everywhere(Fault::Lost, "all");
+    fail_everywhere(InjectedFault::Lost, "all");
 }
 
 #[test]
 fn writer_survives_outages() {
-    fail_everywhere(Fault::Outage, "2");
+    fail_everywhere(InjectedFault::Outage, "2");
 }
 
 #[test]
 fn writer_that_keeps_all_survives_outages() {
-    fail_everywhere(Fault::Outage, "all");
+    fail_everywhere(InjectedFault::Outage, "all");
 }
 
 #[test]
 fn writer_survives_panics() {
-    fail_everywhere(Fault::Panic, "2");
+    fail_everywhere(InjectedFault::Panic, "2");
 }
 
 /// What a claim, a save and a load ask of the storage, in a store of so many versions.
 fn calls(versions: u64) -> [u64; 4] {
     let dir = memory();
-    let storage = Faulty::new(Directory::new(dir.path()), Fault::Refused);
+    let storage = Faulty::new(Directory::new(dir.path()), InjectedFault::Refused);
     let mut trainer = Trainer::new(Arc::new(storage.clone()), Keep::All);
     trainer.claim().unwrap();
     for _ in 0..versions {
@@ -339,7 +339,7 @@ fn calls_are_as_many_in_a_store_of_any_size() {
 #[test]
 fn failed_saves_leave_nothing_in_the_head() {
     let dir = memory();
-    let storage = Faulty::new(Directory::new(dir.path()), Fault::Refused);
+    let storage = Faulty::new(Directory::new(dir.path()), InjectedFault::Refused);
     let mut trainer = Trainer::new(Arc::new(storage.clone()), Keep::All);
     trainer.claim().unwrap();
     for _ in 0..20 {
@@ -401,7 +401,7 @@ fn leased_data_stay_until_the_lease_ends() {
 #[test]
 fn dead_lease_that_stays_is_no_error() {
     let dir = memory();
-    let storage = Faulty::new(Directory::new(dir.path()), Fault::Refused);
+    let storage = Faulty::new(Directory::new(dir.path()), InjectedFault::Refused);
     let lease = format!("{LEASES}/{}{}", lease::NOTHING, unique());
     storage.put(&lease, b"").unwrap();
     // After the list and the look.
@@ -432,7 +432,7 @@ fn stale_writer_takes_no_damaged_head() {
 #[test]
 fn fenced_save_counts_if_it_was_published() {
     let dir = memory();
-    let faulty = Faulty::new(Directory::new(dir.path()), Fault::Outage);
+    let faulty = Faulty::new(Directory::new(dir.path()), InjectedFault::Outage);
     let mut old = Trainer::new(Arc::new(faulty.clone()), Keep::All);
     old.claim().unwrap();
     old.save(&["policy"]).unwrap();
@@ -467,7 +467,7 @@ fn overtaken_writer_removes_nothing_of_its_successor() {
     for keep in ["1", "2", "all"] {
         for call in 0.. {
             let dir = memory();
-            let faulty = Faulty::new(Directory::new(dir.path()), Fault::Refused);
+            let faulty = Faulty::new(Directory::new(dir.path()), InjectedFault::Refused);
             let keep: Keep = keep.parse().unwrap();
             let mut first = Trainer::new(Arc::new(Directory::new(dir.path())), keep);
             first.claim().unwrap();
@@ -527,7 +527,7 @@ fn late_replacement_makes_no_second_newest() {
     for failing in 0..20 {
         for landing in 0..20 {
             let dir = memory();
-            let faulty = Faulty::new(Directory::new(dir.path()), Fault::Late);
+            let faulty = Faulty::new(Directory::new(dir.path()), InjectedFault::Late);
             let mut trainer = Trainer::new(Arc::new(faulty.clone()), "2".parse().unwrap());
             trainer.claim().unwrap();
             trainer.save(&["policy", "critic"]).unwrap();
@@ -560,7 +560,7 @@ fn late_replacement_makes_no_second_newest() {
 #[test]
 fn lost_answer_is_settled_before_the_next_save() {
     let dir = memory();
-    let faulty = Faulty::new(Directory::new(dir.path()), Fault::Outage);
+    let faulty = Faulty::new(Directory::new(dir.path()), InjectedFault::Outage);
     let mut trainer = Trainer::new(Arc::new(faulty.clone()), "2".parse().unwrap());
     trainer.claim().unwrap();
     trainer.save(&["policy", "critic"]).unwrap();
@@ -608,7 +608,7 @@ fn time_of_a_manifest_may_be_anything() {
 #[test]
 fn saver_goes_on_after_a_panic() {
     let dir = memory();
-    let storage = Faulty::new(Directory::new(dir.path()), Fault::Panic);
+    let storage = Faulty::new(Directory::new(dir.path()), InjectedFault::Panic);
     let store = Store::on(Arc::new(storage.clone()));
     let writer = Writer::claim(&store, SaveOptions::default()).unwrap();
     let run = writer.run();

@@ -12,7 +12,7 @@ use crate::anchor::{self, ExtraFiles};
 use crate::catalog;
 use crate::delta_file;
 use crate::error::{Result, StoreError};
-use crate::format::{Anchor, DELTA, DeltaFile, Hash, Place, Stored, total};
+use crate::format::{Anchor, DELTA, DeltaFile, Hash, Stored, VersionKey, total};
 use crate::progress::Work;
 
 /// The most deltas in a row.
@@ -20,7 +20,7 @@ const CHAIN: usize = 32;
 
 impl Writer {
     /// Writes the weights of one model, as changes if that is worth it.
-    pub(super) fn write_model(&self, place: Place, snapshot: &Snapshot) -> Result<Stored> {
+    pub(super) fn write_model(&self, place: VersionKey, snapshot: &Snapshot) -> Result<Stored> {
         let storage = self.store.storage();
         let model = snapshot.model();
         let spec = self.write_spec(snapshot)?;

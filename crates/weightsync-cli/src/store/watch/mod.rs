@@ -27,7 +27,7 @@ const PAUSES: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(60)];
 /// What `watch` is asked for.
 #[derive(clap::Args)]
 #[command(after_long_help = VARIABLES)]
-pub struct Args {
+pub struct WatchArgs {
     /// The store; it need not have a version yet
     #[arg(value_name = "STORE")]
     store: String,
@@ -57,12 +57,12 @@ The command finds in its environment:
   WEIGHTSYNC_DIGEST      the digest of its bytes";
 
 /// Watches until a signal comes.
-pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
+pub fn run(args: &WatchArgs) -> Result<u8, Box<dyn Error>> {
     let signals = Signals::watch()?;
     super::ended(&signals, || watch(args, &signals))
 }
 
-fn watch(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
+fn watch(args: &WatchArgs, signals: &Signals) -> Result<u8, Box<dyn Error>> {
     let store = super::open(&args.store)?;
     // Removed when it is dropped, however watching ends.
     let temporary = match &args.out {
@@ -75,7 +75,7 @@ fn watch(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
         (None, None) => unreachable!("one of the two is there"),
     };
     let _lock = lock(&out)?;
-    let mut watched = Watched {
+    let mut watched = WatchedStore {
         store,
         model: args.model.clone(),
         out,
@@ -133,7 +133,7 @@ fn lock(out: &Path) -> Result<File, Box<dyn Error>> {
     }
 }
 
-struct Watched {
+struct WatchedStore {
     store: Store,
     model: Option<ModelId>,
     out: PathBuf,
@@ -150,7 +150,7 @@ struct Watched {
     pause: Duration,
 }
 
-impl Watched {
+impl WatchedStore {
     /// Waits for a version, and writes it out. `None` if it is not one to run the command for.
     fn next(&mut self) -> Result<Option<Pulled>, StoreError> {
         if self.leaves_newest {

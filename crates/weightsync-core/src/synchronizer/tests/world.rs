@@ -142,14 +142,14 @@ impl World {
             tried: false,
             meets: false,
         });
-        self.tell(Event::TrainerJoined(party, epoch, step, self.styles[0]));
+        self.tell(SyncEvent::TrainerJoined(party, epoch, step, self.styles[0]));
     }
 
     fn join_explorer(&mut self, at: usize, run: ExplorerRun) {
         let party = self.party();
         self.explorers[at] = Life::Runs(ExplorerRun { party, ..run });
         let (style, steps) = (self.styles[usize::from(at == 0)], [run.step, run.synced]);
-        self.tell(Event::ExplorerJoined(party, run.loaded, steps, style));
+        self.tell(SyncEvent::ExplorerJoined(party, run.loaded, steps, style));
     }
 
     fn explorer(&mut self, party: Party) -> Option<&mut ExplorerRun> {
@@ -158,25 +158,25 @@ impl World {
     }
 
     /// Tells the synchronizer, and does what it says.
-    fn tell(&mut self, event: Event) {
-        let now = Moment(u64::from(event == Event::Ticked));
+    fn tell(&mut self, event: SyncEvent) {
+        let now = Moment(u64::from(event == SyncEvent::Ticked));
         let needed = self.sync.waiting_trainer_need() != Need::No;
         let newest = self.sync.newest().0;
         let effects = self.sync.step(event, now);
         if !effects
             .iter()
-            .any(|effect| matches!(effect, Effect::Refused(_)))
+            .any(|effect| matches!(effect, SyncEffect::Refused(_)))
         {
             let needs = self.sync.waiting_trainer_need() != Need::No;
             let woken = effects
                 .iter()
-                .any(|effect| matches!(effect, Effect::Wake(_)));
+                .any(|effect| matches!(effect, SyncEffect::Wake(_)));
             assert_eq!(
                 woken,
                 needs && !needed,
                 "a trainer that waits is told at once"
             );
-            let offered = effects.contains(&Effect::Offered);
+            let offered = effects.contains(&SyncEffect::Offered);
             assert!(
                 offered || self.sync.newest().0 == newest,
                 "explorers are told at once"
@@ -184,9 +184,9 @@ impl World {
         }
         for effect in effects {
             match effect {
-                Effect::Wake(_) | Effect::Offered => {}
-                Effect::Fetch(party, version) => self.told(party, version),
-                Effect::Meet(trainer, version, parties) => {
+                SyncEffect::Wake(_) | SyncEffect::Offered => {}
+                SyncEffect::Fetch(party, version) => self.told(party, version),
+                SyncEffect::Meet(trainer, version, parties) => {
                     assert!(!parties.is_empty());
                     for party in parties {
                         self.told(party, version);
@@ -194,21 +194,23 @@ impl World {
                     let run = self.trainer.running().expect("it waits");
                     assert!(run.party == trainer && run.meets);
                 }
-                Effect::Synced(party, outcome) => self.end(party, outcome),
-                Effect::Met(party, version, all) => {
+                SyncEffect::Synced(party, outcome) => self.end(party, outcome),
+                SyncEffect::Met(party, version, all) => {
                     for (party, outcome) in &all {
                         let loaded = self.explorer(*party).map(|run| run.loaded);
                         // It may have left since.
                         let has = loaded.is_none_or(|loaded| loaded >= version);
-                        let is_said = matches!(outcome, Outcome::Synced(_));
+                        let is_said = matches!(outcome, SyncOutcome::Synced(_));
                         assert!(!is_said || has, "{party:?} {outcome:?}");
                     }
-                    let loaded = all.values().any(|one| matches!(one, Outcome::Synced(_)));
+                    let loaded = all
+                        .values()
+                        .any(|one| matches!(one, SyncOutcome::Synced(_)));
                     let run = self.trainer.running_mut().expect("it waits");
                     assert!(run.party == party && run.meets);
                     (run.meets, run.tried) = (false, !loaded);
                 }
-                Effect::Refused(party) => {
+                SyncEffect::Refused(party) => {
                     let own = self.trainer.running().map(|one| one.party);
                     assert_ne!(own, Some(party));
                     assert!(self.explorer(party).is_none(), "{party:?}");
@@ -223,42 +225,42 @@ impl World {
         run.told = Some(version);
     }
 
-    fn end(&mut self, party: Party, outcome: Outcome) {
+    fn end(&mut self, party: Party, outcome: SyncOutcome) {
         let must = self.sync.explorer_need(party) == Need::Must;
         let Some(run) = self.explorer(party) else {
             return;
         };
         assert!(run.waits, "an answer that nobody waits for: {outcome:?}");
         run.waits = false;
-        if matches!(outcome, Outcome::Synced(_) | Outcome::NothingNewer) {
+        if matches!(outcome, SyncOutcome::Synced(_) | SyncOutcome::NothingNewer) {
             run.synced = run.step;
         }
         // One that must synchronise makes no step before it has.
         run.asked = !must;
         match outcome {
             // The label is what was loaded.
-            Outcome::Synced(version) => {
+            SyncOutcome::Synced(version) => {
                 assert_eq!(version, run.loaded);
                 self.synced = true;
             }
             // It stops, as it must.
-            Outcome::OutOfReach => self.leave(party, Departure::Stopped),
+            SyncOutcome::OutOfReach => self.leave(party, PartyDeparture::Stopped),
             _ => {}
         }
     }
 
-    fn leave(&mut self, party: Party, how: Departure) {
+    fn leave(&mut self, party: Party, how: PartyDeparture) {
         for life in &mut self.explorers {
             if let Life::Runs(run) = life
                 && run.party == party
             {
                 *life = match how {
-                    Departure::Stopped => Life::Ended,
-                    Departure::Died => Life::Dead(run.step),
+                    PartyDeparture::Stopped => Life::Ended,
+                    PartyDeparture::Died => Life::Dead(run.step),
                 };
             }
         }
-        self.tell(Event::ExplorerLeft(party));
+        self.tell(SyncEvent::ExplorerLeft(party));
     }
 
     /// Every world that may come next.
@@ -287,7 +289,7 @@ impl World {
                 if run.meets {
                     if faulty {
                         add(Kind::Fault, &|world| {
-                            world.tell(Event::TrainerFailed(party))
+                            world.tell(SyncEvent::TrainerFailed(party))
                         });
                     }
                 } else {
@@ -300,9 +302,9 @@ impl World {
                             }
                             world.tell(match limits.method {
                                 Method::Direct => {
-                                    Event::TrainerMeets(party, version, run.step, until)
+                                    SyncEvent::TrainerMeets(party, version, run.step, until)
                                 }
-                                _ => Event::TrainerPublished(party, version, run.step),
+                                _ => SyncEvent::TrainerPublished(party, version, run.step),
                             });
                         });
                         if faulty {
@@ -310,7 +312,7 @@ impl World {
                                 if let Life::Runs(run) = &mut world.trainer {
                                     run.tried = true;
                                 }
-                                world.tell(Event::TrainerFailed(party));
+                                world.tell(SyncEvent::TrainerFailed(party));
                             });
                         }
                     }
@@ -319,20 +321,20 @@ impl World {
                             if let Life::Runs(run) = &mut world.trainer {
                                 (run.step, run.tried) = (run.step + 1, false);
                             }
-                            world.tell(Event::TrainerStepped(party, run.step + 1));
+                            world.tell(SyncEvent::TrainerStepped(party, run.step + 1));
                         });
                     }
                     if !may_step && (run.step == limits.trained || alone) && (!needs || run.tried) {
                         add(Kind::Normal, &|world| {
                             world.trainer = Life::Ended;
-                            world.tell(Event::TrainerLeft(party, Departure::Stopped));
+                            world.tell(SyncEvent::TrainerLeft(party, PartyDeparture::Stopped));
                         });
                     }
                 }
                 if faulty {
                     add(Kind::Fault, &|world| {
                         world.trainer = Life::Dead(run.step);
-                        world.tell(Event::TrainerLeft(party, Departure::Died));
+                        world.tell(SyncEvent::TrainerLeft(party, PartyDeparture::Died));
                     });
                     // Another one takes its place. It comes back, and is nobody.
                     add(Kind::Fault, &|world| {
@@ -340,8 +342,8 @@ impl World {
                         world.join_trainer(run.step, Epoch(run.epoch.0 + 1));
                         let again = world.party();
                         let style = world.styles[0];
-                        world.tell(Event::TrainerJoined(again, run.epoch, run.step, style));
-                        world.tell(Event::TrainerPublished(party, Version(99), 99));
+                        world.tell(SyncEvent::TrainerJoined(again, run.epoch, run.step, style));
+                        world.tell(SyncEvent::TrainerPublished(party, Version(99), 99));
                         assert_eq!(world.sync.state(again), State::Stopped);
                     });
                 }
@@ -370,22 +372,22 @@ impl World {
                 // Also after its wait has ended: it may be in the middle of it.
                 add(Kind::Normal, &|world| {
                     change(world, &|run| (run.loaded, run.told) = (version, None));
-                    world.tell(Event::ExplorerLoaded(party, version));
+                    world.tell(SyncEvent::ExplorerLoaded(party, version));
                 });
                 if faulty {
                     add(Kind::Fault, &|world| {
                         change(world, &|run| run.told = None);
-                        world.tell(Event::ExplorerFailed(party, version));
+                        world.tell(SyncEvent::ExplorerFailed(party, version));
                     });
                 }
             }
             if run.waits {
                 if faulty {
                     add(Kind::Fault, &|world| {
-                        world.tell(Event::ExplorerCancelled(party))
+                        world.tell(SyncEvent::ExplorerCancelled(party))
                     });
                     add(Kind::Fault, &|world| {
-                        world.tell(Event::ExplorerSyncs(party, until))
+                        world.tell(SyncEvent::ExplorerSyncs(party, until))
                     });
                 }
             } else if run.told.is_some() {
@@ -396,28 +398,28 @@ impl World {
                 add(Kind::Normal, &|world| {
                     change(world, &|run| (run.asked, run.waits) = (true, needs));
                     if needs {
-                        world.tell(Event::ExplorerSyncs(party, until));
+                        world.tell(SyncEvent::ExplorerSyncs(party, until));
                     }
                 });
             } else if run.step < limits.explored {
                 add(Kind::Normal, &|world| {
                     change(world, &|run| (run.step, run.asked) = (run.step + 1, false));
                     world.samples = world.samples.max(run.step + 1);
-                    world.tell(Event::ExplorerStepped(party, run.step + 1));
+                    world.tell(SyncEvent::ExplorerStepped(party, run.step + 1));
                 });
             } else {
                 add(Kind::Normal, &|world| {
-                    world.leave(party, Departure::Stopped)
+                    world.leave(party, PartyDeparture::Stopped)
                 });
             }
             if faulty {
                 add(Kind::Fault, &|world| {
-                    world.leave(party, Departure::Died);
-                    world.tell(Event::ExplorerLoaded(party, Version(99)));
+                    world.leave(party, PartyDeparture::Died);
+                    world.tell(SyncEvent::ExplorerLoaded(party, Version(99)));
                 });
                 // Its connection ends, and it joins again with what it has.
                 add(Kind::Fault, &|world| {
-                    world.leave(party, Departure::Died);
+                    world.leave(party, PartyDeparture::Died);
                     let run = ExplorerRun {
                         asked: false,
                         waits: false,
@@ -431,7 +433,7 @@ impl World {
         if limits.deadlines && self.ticks > 0 && self.sync.deadline().is_some() {
             add(Kind::Normal, &|world| {
                 world.ticks -= 1;
-                world.tell(Event::Ticked);
+                world.tell(SyncEvent::Ticked);
                 assert_eq!(world.sync.deadline(), None, "nobody waits any longer");
             });
         }

@@ -3,14 +3,14 @@
 
 use weightsync_core::Layout;
 
-use super::{Held, StateDict, extra};
+use super::{HeldTensor, StateDict, extra};
 use crate::attributes::{Attributes, find_ties};
 use crate::error::{Error, Result};
 use crate::extract::{Extracted, TensorData, WeightExtractor};
 use crate::load::{TensorView, WeightLoader};
 use crate::plain::ExtraState;
 use crate::strategy::Strategy;
-use crate::tensors::Tensor;
+use crate::tensors::OwnedTensor;
 
 impl WeightExtractor for StateDict<'_> {
     fn layout(&self) -> Result<Layout> {
@@ -62,7 +62,7 @@ impl WeightLoader for StateDict<'_> {
         let mut extras = Vec::new();
         for view in tensors {
             let entry = &self.entries[self.find(view.name())?].1;
-            if matches!(entry.held, Held::Extra { .. }) {
+            if matches!(entry.held, HeldTensor::Extra { .. }) {
                 let state = ExtraState::from_bytes(view.bytes());
                 extras.push(state.map_err(|error| Error::load(view.name(), error))?);
             } else if entry.kind() != (view.dtype(), view.shape()) {
@@ -80,14 +80,14 @@ impl WeightLoader for StateDict<'_> {
             let index = self.find(view.name())?;
             let held = &mut self.entries[index].1.held;
             match held {
-                Held::Own(tensor) => tensor.bytes_mut().copy_from_slice(view.bytes()),
-                Held::Lent(_) => {
+                HeldTensor::Own(tensor) => tensor.bytes_mut().copy_from_slice(view.bytes()),
+                HeldTensor::Lent(_) => {
                     let (shape, len) = (view.shape().to_vec(), view.bytes().len());
-                    let mut tensor = Tensor::zeros(view.dtype(), shape, len);
+                    let mut tensor = OwnedTensor::zeros(view.dtype(), shape, len);
                     tensor.bytes_mut().copy_from_slice(view.bytes());
-                    *held = Held::Own(tensor);
+                    *held = HeldTensor::Own(tensor);
                 }
-                Held::Extra { .. } => {
+                HeldTensor::Extra { .. } => {
                     *held = extras
                         .next()
                         .map_or_else(|| unreachable!("one was read for each above"), extra)

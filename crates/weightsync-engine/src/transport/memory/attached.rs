@@ -3,24 +3,24 @@
 use std::sync::Arc;
 
 use weightsync_core::{Run, Version};
-use weightsync_mem::{Deadline, Delivery, Reader, Resume, Taken, Want};
+use weightsync_mem::{Deadline, Delivery, Resume, SegmentReader, Taken, Want};
 
 use crate::attributes::Attributes;
 use crate::error::{Error, Result};
 use crate::set::{Member, SetSnapshot};
 use crate::snapshot::Snapshot;
-use crate::transport::copies::Copies;
+use crate::transport::copies::KeptCopies;
 use crate::transport::{Interrupter, Joining, ModelSpec, ReceiverTransport, VersionRequest};
 /// A worker's end of models in shared memory.
 #[derive(Debug)]
 pub struct Attached {
-    reader: Reader,
+    reader: SegmentReader,
     specs: Vec<ModelSpec>,
     attributes: Vec<Arc<Attributes>>,
     /// The index of each in the sender's set.
     indices: Vec<usize>,
     /// Of each model, if what is taken is copied and its slot given back.
-    copies: Option<Vec<Copies>>,
+    copies: Option<Vec<KeptCopies>>,
     /// What came last by a queue, which gives nothing twice. It costs a slot,
     /// unless it is a copy.
     last: Option<SetSnapshot>,
@@ -54,7 +54,7 @@ impl Attached {
     ///
     /// [`Error::BadInitInfo`] if the sender has other models than the init info,
     /// [`Error::Attributes`].
-    pub fn new(reader: Reader, joining: &Joining, own_copy: bool) -> Result<Self> {
+    pub fn new(reader: SegmentReader, joining: &Joining, own_copy: bool) -> Result<Self> {
         // The reader has them in the sender's order.
         let mut models: Vec<_> = reader.models().iter().collect();
         models.sort_by_key(|(index, _)| joining.wanted.iter().position(|wanted| wanted == index));
@@ -81,7 +81,7 @@ impl Attached {
             }
         };
         let attributes = specs.iter().map(|spec| Arc::new(spec.attributes.clone()));
-        let copies = || specs.iter().map(|_| Copies::default()).collect();
+        let copies = || specs.iter().map(|_| KeptCopies::default()).collect();
         Ok(Self {
             attributes: attributes.collect(),
             indices,
@@ -94,12 +94,12 @@ impl Attached {
     }
 
     /// The reader below.
-    pub fn reader(&self) -> &Reader {
+    pub fn reader(&self) -> &SegmentReader {
         &self.reader
     }
 
     /// What has something done once nothing more will come from this segment.
-    pub fn end(&self) -> weightsync_mem::End {
+    pub fn end(&self) -> weightsync_mem::EndNotice {
         self.reader.end()
     }
 

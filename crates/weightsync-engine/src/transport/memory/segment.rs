@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use weightsync_core::{ModelId, SenderStatus, Version, WorkerId, WorkerReport, WorkerStatus};
 use weightsync_mem::{
-    CopyOptions, Deadline, Listener, Publication, RemoteReaders, SegmentOptions, Source, Waiter,
-    Writer,
+    CopyOptions, Deadline, Listener, Publication, RemoteReaders, SegmentOptions, SegmentWriter,
+    Source, Waiter,
 };
 
 use crate::attributes::Attributes;
@@ -24,7 +24,7 @@ use crate::transport::{
 /// are then told, held, waited for and reported like those of this host.
 #[derive(Debug)]
 pub struct Segment {
-    writer: Writer,
+    writer: SegmentWriter,
     digest: Option<DigestThread>,
     models: Vec<(ModelId, Arc<Attributes>)>,
     checksums: bool,
@@ -49,7 +49,7 @@ impl Segment {
             refused: log_limiter::refused,
         };
         let secret = *opening.at.secret();
-        let writer = Writer::create_on(listener, secret, opening.run, &specs, options)?;
+        let writer = SegmentWriter::create_on(listener, secret, opening.run, &specs, options)?;
         let models = opening
             .models
             .iter()
@@ -82,9 +82,9 @@ impl Segment {
     /// # Errors
     ///
     /// [`Error::Attributes`] if attributes cannot be encoded.
-    pub fn specs(models: &[ModelSpec]) -> Result<Vec<weightsync_mem::ModelSpec>> {
+    pub fn specs(models: &[ModelSpec]) -> Result<Vec<weightsync_mem::ModelDescription>> {
         let specs = models.iter().map(|model| {
-            Ok(weightsync_mem::ModelSpec {
+            Ok(weightsync_mem::ModelDescription {
                 layout: model.layout.clone(),
                 note: model.attributes.encode()?,
             })
@@ -108,7 +108,7 @@ impl SenderTransport for Segment {
         let waiter = self.writer.waiter();
         let (writer, named) = (&mut self.writer, &self.models);
         let slots = writer.stage(models, deadline);
-        Ok(Box::new(Slots {
+        Ok(Box::new(SegmentStaging {
             checksums: self.checksums,
             slots: slots.map_err(|error| by_name(named, error))?,
             models: named,
@@ -177,15 +177,15 @@ impl SenderTransport for Segment {
 }
 
 #[derive(Debug)]
-struct Slots<'a> {
-    slots: weightsync_mem::Staging<'a>,
+struct SegmentStaging<'a> {
+    slots: weightsync_mem::StagingSlots<'a>,
     models: &'a [(ModelId, Arc<Attributes>)],
     waiter: Waiter,
     digest: Option<&'a DigestThread>,
     checksums: bool,
 }
 
-impl Staging for Slots<'_> {
+impl Staging for SegmentStaging<'_> {
     fn tensor_mut(&mut self, model: usize, index: usize) -> &mut [u8] {
         self.slots.tensor_mut(model, index)
     }
@@ -225,7 +225,7 @@ impl Staging for Slots<'_> {
         if let Some(thread) = digest {
             order_digests(&waiter, &publication, thread);
         }
-        Ok(Box::new(Published {
+        Ok(Box::new(PublishedSet {
             publication,
             waiter,
         }))
@@ -233,12 +233,12 @@ impl Staging for Slots<'_> {
 }
 
 #[derive(Debug)]
-struct Published {
+struct PublishedSet {
     publication: Publication,
     waiter: Waiter,
 }
 
-impl Outstanding for Published {
+impl Outstanding for PublishedSet {
     fn versions(&self) -> &[(usize, Version)] {
         &self.publication.versions
     }
@@ -265,7 +265,7 @@ impl Outstanding for Published {
     }
 }
 
-impl Published {
+impl PublishedSet {
     /// The lines with the versions of the published models alone.
     fn reports(&self, mut lines: Vec<WorkerReport>) -> Vec<WorkerReport> {
         for line in &mut lines {

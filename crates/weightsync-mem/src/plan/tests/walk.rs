@@ -118,7 +118,7 @@ proptest! {
 
 /// A reader, and what it must find.
 struct Reader {
-    models: Models,
+    models: ModelMask,
     delivery: Delivery,
     live: Option<Live>,
     queue: VecDeque<Live>,
@@ -192,9 +192,9 @@ impl World {
                 self.joined += 1;
                 let key = (WorkerId(worker), self.joined);
                 self.readers
-                    .insert(key, Reader::new(Models(models), delivery));
+                    .insert(key, Reader::new(ModelMask(models), delivery));
                 self.plan
-                    .join((key, 0), Models(models), delivery, pins, &mut steps);
+                    .join((key, 0), ModelMask(models), delivery, pins, &mut steps);
                 let set = self.desired(worker);
                 if delivery != Delivery::Asked {
                     self.expect(key, &set);
@@ -202,7 +202,7 @@ impl World {
             }
             Op::Leave { worker } => self.leave(worker),
             Op::Shut { worker } => self.shut(worker),
-            Op::Send { models, workers } => self.send(Models(models), workers, &mut steps),
+            Op::Send { models, workers } => self.send(ModelMask(models), workers, &mut steps),
             Op::Pin { worker } => self.pin(worker),
             Op::Take { worker } => self.finish(worker),
             Op::Drop { worker } => {
@@ -273,7 +273,7 @@ impl World {
 }
 
 impl Reader {
-    fn new(models: Models, delivery: Delivery) -> Self {
+    fn new(models: ModelMask, delivery: Delivery) -> Self {
         Self {
             models,
             delivery,
@@ -310,17 +310,17 @@ impl Reader {
     }
 }
 
-fn step_of(step: &Step) -> Option<Key> {
+fn step_of(step: &PageChange) -> Option<Key> {
     match step {
-        Step::Write { .. } => None,
-        Step::Flip { key, .. }
-        | Step::Push { key, .. }
-        | Step::Answer { key, .. }
-        | Step::Clear { key } => Some(*key),
+        PageChange::Write { .. } => None,
+        PageChange::Flip { key, .. }
+        | PageChange::Push { key, .. }
+        | PageChange::Answer { key, .. }
+        | PageChange::Clear { key } => Some(*key),
     }
 }
 
-fn only(set: &Versions, models: Models) -> Versions {
+fn only(set: &Versions, models: ModelMask) -> Versions {
     let mine = set.iter().filter(|(model, _)| models.contains(**model));
     mine.map(|(model, version)| (*model, *version)).collect()
 }

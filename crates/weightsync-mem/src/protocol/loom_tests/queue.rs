@@ -31,7 +31,7 @@ fn a_queue_goes_round_without_writing_what_waits() {
         let sender = {
             let world = world.clone();
             thread::spawn(move || {
-                let mut sender = Sender::new(&world, Channel::Queue(1));
+                let mut sender = LoomSender::new(&world, Channel::Queue(1));
                 for _ in 0..QUEUE + 2 {
                     let next = sender.version + 1;
                     sender.send(&world, next, WHOLE);
@@ -72,7 +72,7 @@ fn reader_stopped_in_its_queue_blocks_only_its_pins() {
 fn closed_queue_frees_slots_without_a_data_pin() {
     explore_turned(3, |turned| {
         let world = World::new(2, 2, 1);
-        let mut sender = Sender::new(&world, Channel::Queue(1));
+        let mut sender = LoomSender::new(&world, Channel::Queue(1));
         sender.send(&world, 1, WHOLE);
         let shutting = {
             let world = world.clone();

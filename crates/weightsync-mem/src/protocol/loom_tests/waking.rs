@@ -30,7 +30,7 @@ fn no_wake_up_is_lost() {
 #[test]
 fn no_wake_up_is_lost_on_a_queue() {
     explore(4, || {
-        let queue = Arc::new(Queue::new());
+        let queue = Arc::new(RecordQueue::new());
         let sleep = Arc::new(SleepWord::new());
         let bell = Arc::new(Notify::new());
         let sleeper = {
@@ -53,8 +53,8 @@ fn no_wake_up_is_lost_on_a_queue() {
 /// The other direction: a reader gives something back, and the sender waits for
 /// that. `give` is all that the reader does before [`order`].
 fn no_wake_up_is_lost_by_the_sender(
-    give: impl Fn(&Mailbox) + Copy + Send + Sync + 'static,
-    given: impl Fn(&Mailbox) -> bool + Copy + Send + Sync + 'static,
+    give: impl Fn(&LoomMailbox) + Copy + Send + Sync + 'static,
+    given: impl Fn(&LoomMailbox) -> bool + Copy + Send + Sync + 'static,
 ) {
     explore_turned(4, move |turned| {
         let world = World::new(1, 1, 1);

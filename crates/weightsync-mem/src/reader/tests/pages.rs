@@ -24,7 +24,7 @@ const SCRIBBLES: [(&str, Scribble); 4] = [
     ("slots of model 0", |page| page.pins[0].hold(63)),
 ];
 
-fn filled(writer: &mut Writer) -> Publication {
+fn filled(writer: &mut SegmentWriter) -> Publication {
     let next = writer.version(0).next().0 as u8;
     let mut staging = writer.stage(&[0], soon()).unwrap();
     staging.tensor_mut(0, 0).fill(next);
@@ -174,7 +174,7 @@ fn random_words_in_control_pages_stop_nobody() {
         }
         // Also after a failure, or the others would go on for ever.
         let _ends = Ends(over);
-        let at_work = |writer: &Writer, version| {
+        let at_work = |writer: &SegmentWriter, version| {
             let applied = |reader: &crate::WorkerStatus| reader.versions[0].0 >= version;
             let all = |there: &crate::Attendance| {
                 let mut workers = (0..2).map(WorkerId);
@@ -226,8 +226,8 @@ impl Drop for Ends<'_> {
 }
 
 /// Takes what comes, checks every byte of it, and keeps it until the next has come.
-fn work(mut reader: Reader) {
-    let whole = |member: &Member| {
+fn work(mut reader: SegmentReader) {
+    let whole = |member: &TakenModel| {
         let bytes = member.snapshot.tensor_bytes(0);
         bytes
             .iter()
@@ -252,7 +252,7 @@ fn scribble(
 ) {
     while !over.load(Ordering::Relaxed) {
         let options = options(address, worker, delivery);
-        let Ok(mut reader) = Reader::attach(&options, Some(Instant::now())) else {
+        let Ok(mut reader) = SegmentReader::attach(&options, Some(Instant::now())) else {
             thread::yield_now();
             continue;
         };

@@ -3,13 +3,13 @@
 use weightsync_core::{Dtype, Epoch, Layout, Run, Targets, WorkerId};
 
 use super::*;
-use crate::model::ModelSpec;
-use crate::set::Models;
+use crate::model::ModelDescription;
+use crate::set::ModelMask;
 use crate::wire::Delivery;
-use crate::{RemoteReader, RemoteReaderOptions, RemoteReaders, SegmentOptions, Writer};
+use crate::{RemoteReader, RemoteReaderOptions, RemoteReaders, SegmentOptions, SegmentWriter};
 
-fn sender(name: &str) -> Writer {
-    let model = ModelSpec {
+fn sender(name: &str) -> SegmentWriter {
+    let model = ModelDescription {
         layout: Layout::new([("bias".to_owned(), Dtype::F32, vec![3])]).unwrap(),
         note: Vec::new(),
     };
@@ -18,15 +18,15 @@ fn sender(name: &str) -> Writer {
         id: [7; 16],
     };
     let address = format!("weightsync-test/settling/{name}/{}", std::process::id());
-    Writer::create(&address, [1; 16], run, &[model], SegmentOptions::default()).unwrap()
+    SegmentWriter::create(&address, [1; 16], run, &[model], SegmentOptions::default()).unwrap()
 }
 
-fn join(writer: &Writer, worker: u32, delivery: Delivery) -> RemoteReader {
+fn join(writer: &SegmentWriter, worker: u32, delivery: Delivery) -> RemoteReader {
     let options = RemoteReaderOptions {
         worker: WorkerId(worker),
         pid: 1,
         seen: Epoch(0),
-        models: Models::ALL,
+        models: ModelMask::ALL,
         delivery,
         device: String::new(),
         location: Default::default(),

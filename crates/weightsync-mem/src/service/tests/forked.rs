@@ -8,7 +8,7 @@ fn a_forked_child_waits_for_no_lock_of_its_parent() {
     let (address, writer) = sender("fork-lock");
     let remote_reader = remote_reader(&writer);
     let listener = Listener::at(&format!("{address}/relay")).unwrap();
-    let relay = crate::Relay::create(
+    let relay = crate::RelaySegment::create(
         listener,
         SECRET,
         (RUN, 1),

@@ -22,7 +22,7 @@ const FOLDED_OF: u64 = 12 << 30;
 
 /// The deltas of one process, within a bound for each model.
 #[derive(Debug, Default)]
-pub(crate) struct Ring {
+pub(crate) struct DeltaRing {
     models: Mutex<BTreeMap<usize, OfModel>>,
     /// A version is being published.
     announced: AtomicBool,
@@ -43,7 +43,7 @@ struct OfModel {
     spoiled: Option<Version>,
 }
 
-impl Ring {
+impl DeltaRing {
     /// Says whether a delta is about to be put here; threads that look for it then wait.
     pub(crate) fn announce(&self, announced: bool) {
         self.announced.store(announced, Ordering::Release);

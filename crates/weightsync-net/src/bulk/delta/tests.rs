@@ -1,9 +1,9 @@
 use std::time::Duration;
 
 use weightsync_core::{Dtype, Epoch, Run};
-use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
+use weightsync_mem::{Listener, ModelDescription, RelaySegment, SegmentOptions};
 
-use super::versions::Sample;
+use super::versions::CodingSample;
 use super::*;
 use crate::relay::Item;
 
@@ -22,23 +22,23 @@ fn step(from: usize, place: usize) -> Arc<Delta> {
     let delta = Delta::new(V[from], V[from + 1], &layout(64 << 10));
     let (old, mut new) = (vec![0; 64 << 10], vec![0; 64 << 10]);
     new[2 * place] = 1;
-    let (pattern, mut bytes) = (Pattern::of(Dtype::BF16), Vec::new());
+    let (pattern, mut bytes) = (BitPattern::of(Dtype::BF16), Vec::new());
     let scratch = &mut Scratch::new();
     delta::encode(pattern, Codec::Fast, &old, &new, &mut bytes, scratch).unwrap();
-    delta.note(0, Span::Coded(Coded::made(bytes, None, 1 << 20)));
+    delta.note(0, SpanCoding::Coded(Coded::made(bytes, None, 1 << 20)));
     Arc::new(delta)
 }
 
 /// The result of the delta on zeros; nothing while it is not known, or dense.
 fn applied(delta: &Delta) -> Option<Vec<usize>> {
     let (layout, mut scratch) = (layout(64 << 10), Scratch::new());
-    let Span::Coded(coded) = delta.span(0, &layout, &mut scratch)? else {
+    let SpanCoding::Coded(coded) = delta.span(0, &layout, &mut scratch)? else {
         return None;
     };
     let bytes = coded.sent();
     assert_eq!(coded.crc(), weightsync_simd::crc64(bytes));
     let mut image = vec![0; 64 << 10];
-    let pattern = Pattern::of(Dtype::BF16);
+    let pattern = BitPattern::of(Dtype::BF16);
     delta::apply(pattern, bytes, &mut image, None, &mut scratch).unwrap();
     let changed = image.iter().enumerate().filter(|(_, byte)| **byte != 0);
     Some(
@@ -50,7 +50,7 @@ fn applied(delta: &Delta) -> Option<Vec<usize>> {
 
 #[test]
 fn deltas_that_follow_each_other_are_found_as_one() {
-    let ring = Ring::default();
+    let ring = DeltaRing::default();
     for (from, place) in [(1, 5), (2, 5), (3, 7)] {
         ring.put(0, step(from, place), 1 << 20);
     }
@@ -77,7 +77,7 @@ fn deltas_that_follow_each_other_are_found_as_one() {
 
 #[test]
 fn fold_waits_for_its_parts_and_is_dense_if_one_is() {
-    let ring = Ring::default();
+    let ring = DeltaRing::default();
     let coming = Arc::new(Delta::new(V[2], V[3], &layout(64 << 10)));
     ring.put(0, step(1, 5), 1 << 20);
     ring.put(0, coming.clone(), 1 << 20);
@@ -90,7 +90,7 @@ fn fold_waits_for_its_parts_and_is_dense_if_one_is() {
     coming.end();
     assert!(both.is_known(0));
     let span = both.span(0, &layout(64 << 10), &mut Scratch::new());
-    assert!(matches!(span, Some(Span::Dense)));
+    assert!(matches!(span, Some(SpanCoding::Dense)));
     // A delta that was given up is not worth folding from the start.
     ring.put(0, step(3, 7), 1 << 20);
     assert!(ring.find(item(0, V[4]), V[2], None).is_none());
@@ -98,7 +98,7 @@ fn fold_waits_for_its_parts_and_is_dense_if_one_is() {
 
 #[test]
 fn budget_drops_the_oldest_but_keeps_each_newest() {
-    let ring = Ring::default();
+    let ring = DeltaRing::default();
     ring.put(1, step(1, 1), 1);
     for from in 1..4 {
         ring.put(0, step(from, 5), 1);
@@ -113,7 +113,7 @@ fn budget_drops_the_oldest_but_keeps_each_newest() {
 /// A slow host may take long, and each of several may be at another one.
 #[test]
 fn deltas_on_their_way_take_no_more_than_those_kept() {
-    let ring = Ring::default();
+    let ring = DeltaRing::default();
     let sent = [1, 2, 3].map(|from| step(from, 5));
     let bound = sent[0].held();
     let [first, second, third] = sent;
@@ -130,7 +130,7 @@ fn deltas_on_their_way_take_no_more_than_those_kept() {
 
 #[test]
 fn range_is_folded_when_that_is_faster_than_dense() {
-    let ring = Ring::default();
+    let ring = DeltaRing::default();
     // (bytes a second, steps, bytes of all of them, pays) for a model of 1 GiB
     let cases = [
         (None, 2, 1 << 20, true),
@@ -153,7 +153,7 @@ fn range_is_folded_when_that_is_faster_than_dense() {
 
 #[test]
 fn spoiled_version_is_no_base() {
-    let ring = Ring::default();
+    let ring = DeltaRing::default();
     ring.put(0, step(1, 5), 1 << 20);
     ring.put(1, step(1, 5), 1 << 20);
     // Made from it before that was known, and on its way now.
@@ -195,17 +195,17 @@ fn delta_slower_than_dense_is_not_used() {
         (ms(0), 100 << 20, 100 << 20, 1, false),
     ];
     for (took, coded, whole, rate, expected) in cases {
-        let sample = Sample { took, coded, whole };
+        let sample = CodingSample { took, coded, whole };
         assert_eq!(sample.pays(rate), expected, "{sample:?} {rate}");
     }
 }
 
 /// Two versions of a model of more than one span; the second differs in so
 /// many elements.
-fn versions(name: &str, every: usize) -> (Relay, [Snapshot; 2]) {
+fn versions(name: &str, every: usize) -> (RelaySegment, [Snapshot; 2]) {
     const BYTES: usize = 5 << 20;
     let listener = Listener::at(&format!("weightsync/test/{name}/{}", std::process::id()));
-    let model = ModelSpec {
+    let model = ModelDescription {
         layout: layout(BYTES as u64),
         note: Vec::new(),
     };
@@ -214,7 +214,8 @@ fn versions(name: &str, every: usize) -> (Relay, [Snapshot; 2]) {
         id: [7; 16],
     };
     let options = SegmentOptions::default();
-    let relay = Relay::create(listener.unwrap(), [3; 16], (run, 1), &[model], options).unwrap();
+    let relay =
+        RelaySegment::create(listener.unwrap(), [3; 16], (run, 1), &[model], options).unwrap();
     let snapshots = [V[1], V[2]].map(|version| {
         let slot = relay.partial_slot(0, version, BYTES).unwrap().unwrap();
         let mut piece = slot.take(0).unwrap();
@@ -232,7 +233,7 @@ fn versions(name: &str, every: usize) -> (Relay, [Snapshot; 2]) {
 #[test]
 fn parts_of_a_small_image_are_sampled_once_each_too() {
     let (_relay, [old, new]) = versions("sampled", 100);
-    let versions = Versions {
+    let versions = VersionPair {
         old: &old,
         new: &new,
     };
@@ -270,15 +271,15 @@ fn delta_codec_fits_the_link() {
         let mut scratch = Scratch::new();
         for (index, span) in old.bytes().chunks(SPAN as usize).enumerate() {
             let mut image = vec![0; span.len()];
-            let pattern = Pattern::of_span(old.layout(), index as u64 * SPAN);
+            let pattern = BitPattern::of_span(old.layout(), index as u64 * SPAN);
             match delta.span(index, old.layout(), &mut scratch) {
-                Some(Span::Coded(coded)) => {
+                Some(SpanCoding::Coded(coded)) => {
                     assert_eq!(Some(coded.sent()[0] & !3), begins, "{name}");
                     let sent = coded.sent();
                     delta::apply_onto(pattern, sent, span, &mut image, &mut scratch).unwrap();
                     assert!(image == new.bytes()[index * SPAN as usize..][..span.len()]);
                 }
-                Some(Span::Dense) => assert_eq!(begins, None, "{name}"),
+                Some(SpanCoding::Dense) => assert_eq!(begins, None, "{name}"),
                 None => panic!("{name}: a span is not known"),
             }
         }
@@ -289,7 +290,7 @@ fn delta_codec_fits_the_link() {
 #[test]
 fn deltas_stay_within_their_bound_while_one_is_made() {
     let (_relay, [old, new]) = versions("bound", 1);
-    let ring = Ring::default();
+    let ring = DeltaRing::default();
     let make = |from: usize, bound: u64, changed: &(dyn Fn() + Sync)| {
         let delta = Arc::new(Delta::new(V[from], V[from + 1], new.layout()));
         ring.put(0, delta.clone(), bound);
@@ -319,7 +320,7 @@ fn delta_is_made_whenever_always_is_set() {
     delta.spoil();
     assert_eq!(delta.changes(), None);
     let span = delta.span(0, new.layout(), &mut Scratch::new());
-    assert!(matches!(span, Some(Span::Dense)));
+    assert!(matches!(span, Some(SpanCoding::Dense)));
 }
 
 #[test]
@@ -328,14 +329,14 @@ fn stopped_delta_is_sent_dense() {
     let delta = Delta::new(V[1], V[2], new.layout());
     let is_whole = |delta: &Delta| {
         let mut spans = (0..2).map(|index| delta.known(index));
-        spans.all(|span| matches!(span, Some(Span::Dense)))
+        spans.all(|span| matches!(span, Some(SpanCoding::Dense)))
     };
     delta.make((&old, &new), Rate::Known(1), || (), || true);
     assert!(is_whole(&delta));
     // A delta that the next version stops is sent dense, too.
     let (delta, ring) = (
         Arc::new(Delta::new(V[1], V[2], new.layout())),
-        Ring::default(),
+        DeltaRing::default(),
     );
     ring.put(0, delta.clone(), 1 << 20);
     ring.stop(0);
@@ -353,7 +354,7 @@ fn fewer_bytes_are_worth_time_where_a_link_waits() {
         (ms(0), 0, 1, false),
     ];
     for (took, coded, rate, expected) in cases {
-        let sample = Sample {
+        let sample = CodingSample {
             took,
             coded,
             whole: 8 << 20,
@@ -362,7 +363,7 @@ fn fewer_bytes_are_worth_time_where_a_link_waits() {
     }
     // Made by two threads while others are sent.
     for (took, seconds) in [(ms(100), 1.0), (ms(3000), 1.5)] {
-        let sample = Sample {
+        let sample = CodingSample {
             took,
             coded: 1 << 20,
             whole: 8 << 20,
@@ -373,7 +374,7 @@ fn fewer_bytes_are_worth_time_where_a_link_waits() {
 
 #[test]
 fn delta_base_is_kept_until_its_maker_releases_it() {
-    let ring = Ring::default();
+    let ring = DeltaRing::default();
     assert!(!ring.is_making(0), "there is none");
     let first = step(1, 5);
     ring.put(0, first.clone(), 1 << 20);
@@ -402,6 +403,6 @@ fn delta_is_sent_dense_after_a_panic() {
     }));
     assert!(made.is_err());
     assert!(told.into_inner() > 0);
-    let whole = |index| matches!(delta.known(index), Some(Span::Dense));
+    let whole = |index| matches!(delta.known(index), Some(SpanCoding::Dense));
     assert!((0..old.bytes().len().div_ceil(SPAN as usize)).all(whole));
 }

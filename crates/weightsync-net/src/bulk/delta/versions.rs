@@ -4,19 +4,19 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use weightsync_core::delta;
-use weightsync_core::delta::{Codec, Encoded, Pattern, Scratch};
+use weightsync_core::delta::{BitPattern, Codec, Encoded, Scratch};
 use weightsync_mem::Snapshot;
 
 use super::{IN_PLACE, THREADS, TRIAL, TRIALS, seconds};
 use crate::wire::frame::SPAN;
 
 /// The two versions that a delta is made from.
-pub(super) struct Versions<'a> {
+pub(super) struct VersionPair<'a> {
     pub(super) old: &'a Snapshot,
     pub(super) new: &'a Snapshot,
 }
 
-impl Versions<'_> {
+impl VersionPair<'_> {
     /// The byte range of a span.
     fn span(&self, index: usize) -> Range<usize> {
         let start = index * SPAN as usize;
@@ -29,7 +29,7 @@ impl Versions<'_> {
         (count, bytes): (u64, u64),
         codec: Codec,
         scratch: &mut Scratch,
-    ) -> Sample {
+    ) -> CodingSample {
         let begun = Instant::now();
         let all = self.new.bytes().len() as u64;
         let (mut coded, mut whole) = (0, 0);
@@ -43,7 +43,7 @@ impl Versions<'_> {
             coded += self.encode_part(part, codec, scratch).1.len() as u64;
         }
         let took = begun.elapsed();
-        Sample { took, coded, whole }
+        CodingSample { took, coded, whole }
     }
 
     /// The codec with the shortest time to make and send the delta.
@@ -84,7 +84,7 @@ impl Versions<'_> {
         scratch: &mut Scratch,
     ) -> (Encoded, Vec<u8>) {
         let span = part.start as u64 / SPAN * SPAN;
-        let pattern = Pattern::of_span(self.new.layout(), span);
+        let pattern = BitPattern::of_span(self.new.layout(), span);
         let (old, new) = (&self.old.bytes()[part.clone()], &self.new.bytes()[part]);
         let mut bytes = Vec::new();
         let made = delta::encode(pattern, codec, old, new, &mut bytes, scratch);
@@ -97,13 +97,13 @@ impl Versions<'_> {
 
 /// The cost of coding a sample of an image.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Sample {
+pub(super) struct CodingSample {
     pub(super) took: Duration,
     pub(super) coded: u64,
     pub(super) whole: u64,
 }
 
-impl Sample {
+impl CodingSample {
     /// Whether coding, sending and applying a delta is faster than sending all bytes. The factors
     /// were measured over loopback on two cores, where two coding threads compete with the one that
     /// applies. With few changes, applied in place, everything takes less time than one thread

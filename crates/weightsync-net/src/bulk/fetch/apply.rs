@@ -5,7 +5,7 @@
 //! 1. It is read whole, and compared with the checksum in its head.
 //! 2. It is recorded: relays below get it from there. They need not wait for the next step, unless
 //!    parents are not trusted.
-//! 3. It is applied: onto the [base](Base), or onto the bytes that the slot still holds from an
+//! 3. It is applied: onto the [base](DeltaBase), or onto the bytes that the slot still holds from an
 //!    earlier version. The second way saves a copy of the span.
 //! 4. If parents are not trusted, the span is compared with the sender's digests, and only then is
 //!    the delta recorded.
@@ -16,10 +16,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use weightsync_core::Version;
-use weightsync_core::delta::{Codec, DeltaError, Pattern, Scratch, apply, apply_onto, encode};
+use weightsync_core::delta::{BitPattern, Codec, DeltaError, Scratch, apply, apply_onto, encode};
 use weightsync_mem::{BlockWrite, Snapshot};
 
-use super::super::delta::{Coded, Delta, Span};
+use super::super::delta::{Coded, Delta, SpanCoding};
 use super::super::serve::invalid;
 use super::requested::Requested;
 use super::{FetchTask, read_exact, skip};
@@ -29,7 +29,7 @@ use crate::wire::frame::{DELTA_HEAD_BYTES, DeltaHead, FrameError, HEADER_BYTES, 
 
 /// An older version that is whole here, which deltas are applied to.
 #[derive(Clone, Debug)]
-pub(crate) struct Base {
+pub(crate) struct DeltaBase {
     pub(crate) snapshot: Snapshot,
     /// Keeps the deltas that arrive, for the next version and for relays below.
     pub(crate) recorded: Arc<Delta>,
@@ -93,7 +93,7 @@ impl FetchTask {
     }
 
     /// Whether a delta leads from this base to the version that is fetched.
-    fn is_of_this(&self, head: &DeltaHead, base: &Base) -> bool {
+    fn is_of_this(&self, head: &DeltaHead, base: &DeltaBase) -> bool {
         usize::from(head.model) == self.item.model
             && head.version == self.item.version
             && head.base == base.snapshot.version()
@@ -113,9 +113,9 @@ impl FetchTask {
 
     /// Keeps a delta for relays below, which are notified, and for the next version. Without relays
     /// below it is kept only if the next version can use it in place.
-    fn record(&self, base: &Base, index: usize, coded: &Coded, span: &BlockWrite) {
+    fn record(&self, base: &DeltaBase, index: usize, coded: &Coded, span: &BlockWrite) {
         if base.passes_on || is_in_place_cheaper([coded], span.len()) {
-            base.recorded.note(index, Span::Coded(coded.clone()));
+            base.recorded.note(index, SpanCoding::Coded(coded.clone()));
             self.store.notify();
         }
     }
@@ -124,13 +124,13 @@ impl FetchTask {
     fn apply(
         &self,
         span: &mut BlockWrite,
-        base: &Base,
+        base: &DeltaBase,
         index: usize,
         coded: &Coded,
         scratch: &mut Scratch,
     ) -> Result<(), DeltaError> {
         let range = span.range();
-        let pattern = Pattern::of_span(self.slot.layout(), range.start as u64);
+        let pattern = BitPattern::of_span(self.slot.layout(), range.start as u64);
         let Some(earlier) = earlier_delta(span, base, index, coded) else {
             let old = &base.snapshot.bytes()[range];
             return apply_onto(pattern, coded.sent(), old, span, scratch).map(drop);
@@ -143,7 +143,7 @@ impl FetchTask {
     }
 
     /// A delta that arrived as it was sent cannot be applied: notes which end is wrong.
-    fn invalid_delta(&self, head: &DeltaHead, base: &Base, source: DeltaError) -> io::Error {
+    fn invalid_delta(&self, head: &DeltaHead, base: &DeltaBase, source: DeltaError) -> io::Error {
         match source {
             // The base here is damaged; relays below may still use the delta. Where parents are not
             // trusted, the base was compared, so it is the delta that is wrong.
@@ -163,10 +163,16 @@ impl FetchTask {
 
     /// Keeps a span's changes in a form that can be folded, for relays below that are several
     /// versions behind. A thin delta cannot be converted later, because that needs the base.
-    fn keep_foldable(&self, span: &BlockWrite, base: &Base, index: usize, scratch: &mut Scratch) {
+    fn keep_foldable(
+        &self,
+        span: &BlockWrite,
+        base: &DeltaBase,
+        index: usize,
+        scratch: &mut Scratch,
+    ) {
         let layout = self.slot.layout();
         let range = span.range();
-        let pattern = Pattern::of_span(layout, range.start as u64);
+        let pattern = BitPattern::of_span(layout, range.start as u64);
         let old = &base.snapshot.bytes()[range];
         let mut bytes = Vec::new();
         match encode(pattern, Codec::Fast, old, span, &mut bytes, scratch) {
@@ -180,7 +186,7 @@ impl FetchTask {
 /// is cheaper than copying the span.
 fn earlier_delta<'a>(
     span: &BlockWrite,
-    base: &'a Base,
+    base: &'a DeltaBase,
     index: usize,
     coded: &Coded,
 ) -> Option<&'a Coded> {
@@ -188,7 +194,7 @@ fn earlier_delta<'a>(
     if span.base() != Some(earlier.base()) {
         return None;
     }
-    let Some(Span::Coded(first)) = earlier.known(index) else {
+    let Some(SpanCoding::Coded(first)) = earlier.known(index) else {
         return None;
     };
     is_in_place_cheaper([first, coded], span.len()).then_some(first)

@@ -11,7 +11,7 @@ use super::requested::Requested;
 use super::{FetchTask, Misbehaved, Parent, read_exact, read_message};
 use crate::bulk::PATIENCE;
 use crate::relay::backoff;
-use crate::wire::frame::{BLOCK, HEADER_BYTES, Header, Kind};
+use crate::wire::frame::{BLOCK, FrameHeader, FrameKind, HEADER_BYTES};
 use crate::wire::message::{DIGEST_BYTES, Message, ToChild, ToParent};
 
 impl FetchTask {
@@ -92,7 +92,7 @@ impl FetchTask {
         loop {
             let mut header = [0; HEADER_BYTES];
             read_exact(&mut socket, &mut header)?;
-            let header = Header::decode(&header, &[Kind::Bulk]).map_err(invalid)?;
+            let header = FrameHeader::decode(&header, &[FrameKind::Bulk]).map_err(invalid)?;
             match read_message(&mut socket, &header)? {
                 ToChild::Idle => {}
                 ToChild::End => match self.next_unknown() {

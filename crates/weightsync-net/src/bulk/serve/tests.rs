@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use weightsync_conformance::scale::longest;
 use weightsync_core::{Dtype, Epoch, Layout, Version};
-use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
+use weightsync_mem::{Listener, ModelDescription, RelaySegment, SegmentOptions};
 
 use super::*;
 use crate::relay::runtime;
@@ -21,7 +21,7 @@ const RUN: Run = Run {
 };
 
 fn serving() -> Serving {
-    let (store, threads) = (Arc::new(Store::of_relay()), Arc::default());
+    let (store, threads) = (Arc::new(BlockStore::of_relay()), Arc::default());
     Serving::new((RUN, 1), store, threads, |_| ())
 }
 
@@ -33,7 +33,7 @@ fn child(serving: &Serving, run: Run, version: u64) -> TcpStream {
 }
 
 fn fetch(run: Run, version: u64, (first, count): (u32, u32)) -> ToParent {
-    ToParent::Fetch(Wanted {
+    ToParent::Fetch(WantedBlocks {
         run,
         agent: 1,
         model: 0,
@@ -64,10 +64,10 @@ const ITEM: Item = Item {
 };
 
 /// A segment with room for a version of so many bytes, before any has come.
-fn coming(bytes: u64) -> (Relay, Arc<Held>) {
+fn coming(bytes: u64) -> (RelaySegment, Arc<HeldVersion>) {
     static LAST: AtomicIsize = AtomicIsize::new(0);
     let layout = Layout::new([("w".to_owned(), Dtype::U8, vec![bytes])]).unwrap();
-    let models = [ModelSpec {
+    let models = [ModelDescription {
         layout,
         note: Vec::new(),
     }];
@@ -75,9 +75,12 @@ fn coming(bytes: u64) -> (Relay, Arc<Held>) {
     let name = format!("weightsync-test/serve/{}/{number}", std::process::id());
     let listener = Listener::at(&name).unwrap();
     let options = SegmentOptions::default();
-    let relay = Relay::create(listener, [1; 16], (RUN, 1), &models, options).unwrap();
+    let relay = RelaySegment::create(listener, [1; 16], (RUN, 1), &models, options).unwrap();
     let slot = relay.partial_slot(0, ITEM.version, BLOCK as usize);
-    (relay, Arc::new(Held::arriving(slot.unwrap().unwrap())))
+    (
+        relay,
+        Arc::new(HeldVersion::arriving(slot.unwrap().unwrap())),
+    )
 }
 
 /// The next message to it; `None` once it is disconnected.
@@ -87,7 +90,7 @@ fn receive(socket: &mut TcpStream) -> Option<ToChild> {
         return None;
     }
     socket.read_exact(&mut header[1..]).unwrap();
-    let header = Header::decode(&header, &[Kind::Bulk]).unwrap();
+    let header = FrameHeader::decode(&header, &[FrameKind::Bulk]).unwrap();
     let mut payload = vec![0; header.len];
     socket.read_exact(&mut payload).unwrap();
     Some(ToChild::decode(&payload).unwrap())
@@ -113,9 +116,9 @@ fn waiting_children_take_turns() {
     let count = wanted.clone();
     serving.notify = Arc::new(move |served| {
         let by = match served {
-            Served::Wanted { .. } => 1,
-            Served::Unwanted { .. } => -1,
-            Served::Sent { .. } => 0,
+            ServeEvent::Wanted { .. } => 1,
+            ServeEvent::Unwanted { .. } => -1,
+            ServeEvent::Sent { .. } => 0,
         };
         count.fetch_add(by, Ordering::Relaxed);
     });
@@ -181,7 +184,7 @@ fn idle_child_makes_room_for_another_one() {
         let count = wanted.clone();
         serving.notify = Arc::new(move |served| {
             count.fetch_add(
-                isize::from(matches!(served, Served::Wanted { .. })),
+                isize::from(matches!(served, ServeEvent::Wanted { .. })),
                 Ordering::Relaxed,
             );
         });

@@ -7,29 +7,31 @@ use std::time::Instant;
 use weightsync_core::delta::Scratch;
 
 use super::super::delta::Delta;
-use super::super::store::{BlockState, Held};
+use super::super::store::{BlockState, HeldVersion};
 use super::super::{IDLE, PATIENCE};
-use super::{DeltaState, ON_ITS_WAY, REPLACED, Served, Serving, TURN, send, send_gone, write_both};
+use super::{
+    DeltaState, ON_ITS_WAY, REPLACED, ServeEvent, Serving, TURN, send, send_gone, write_both,
+};
 use crate::link::stream::Stream;
 use crate::relay::Item;
 use crate::wire::frame::{BLOCK, BlockHead, DeltaHead, SPAN_BLOCKS};
-use crate::wire::message::{ToChild, Wanted};
+use crate::wire::message::{ToChild, WantedBlocks};
 
 /// A fetch that is served in one turn or several.
 pub(super) struct Transfer {
     serving: Serving,
-    fetch: Wanted,
+    fetch: WantedBlocks,
     /// When its first turn began.
     since: Option<Instant>,
     /// When something was last sent to the child.
     last_sent: Instant,
-    pub(super) held: Option<Arc<Held>>,
+    pub(super) held: Option<Arc<HeldVersion>>,
     /// How many of the requested blocks have been sent.
     done: usize,
 }
 
 /// How a turn ended.
-enum End {
+enum TurnEnd {
     /// The fetch has ended.
     Over,
     /// Other fetches wait: it is their turn.
@@ -50,7 +52,7 @@ enum Step {
 }
 
 impl Transfer {
-    pub(super) fn new(serving: Serving, fetch: Wanted) -> Self {
+    pub(super) fn new(serving: Serving, fetch: WantedBlocks) -> Self {
         Self {
             serving,
             fetch,
@@ -62,7 +64,7 @@ impl Transfer {
     }
 
     fn item(&self) -> Item {
-        let Wanted { model, version, .. } = self.fetch;
+        let WantedBlocks { model, version, .. } = self.fetch;
         Item {
             model: model.into(),
             version,
@@ -72,37 +74,37 @@ impl Transfer {
     /// Serves one turn. True if the fetch has ended, false if it is another fetch's turn.
     pub(super) fn serve_turn(&mut self, socket: &mut Stream) -> io::Result<bool> {
         let item = self.item();
-        let Wanted { run, agent, .. } = self.fetch;
+        let WantedBlocks { run, agent, .. } = self.fetch;
         if let Err(reason) = self.serving.has(run, item) {
             send_gone(socket, reason)?;
             return Ok(true);
         }
         if self.since.is_none() {
             self.since = Some(Instant::now());
-            (self.serving.notify)(Served::Wanted { item });
+            (self.serving.notify)(ServeEvent::Wanted { item });
         }
         let (mut bytes, begun) = (0, Instant::now());
         let end = self.serve(socket, &mut bytes);
         self.serving.note_rate(agent, bytes, begun.elapsed());
         // Between two turns the version stays held, so that the fetch can go on.
-        if !matches!(end, Ok(End::Turn)) {
+        if !matches!(end, Ok(TurnEnd::Turn)) {
             self.since = None;
             if let Some(held) = self.held.take().filter(|_| end.is_err()) {
                 self.serving.store.broke_off(item, held);
             }
-            (self.serving.notify)(Served::Unwanted { item });
+            (self.serving.notify)(ServeEvent::Unwanted { item });
         }
         if bytes > 0 {
-            (self.serving.notify)(Served::Sent { bytes });
+            (self.serving.notify)(ServeEvent::Sent { bytes });
         }
         if let Err(error) = &end {
             tracing::debug!("agent {agent} did not get all of {item:?}: {error}");
         }
-        end.map(|end| matches!(end, End::Over))
+        end.map(|end| matches!(end, TurnEnd::Over))
     }
 
     /// Sends the requested blocks for one turn, and adds the bytes sent to `sent`.
-    fn serve(&mut self, socket: &mut Stream, sent: &mut u64) -> io::Result<End> {
+    fn serve(&mut self, socket: &mut Stream, sent: &mut u64) -> io::Result<TurnEnd> {
         let begun = Instant::now();
         let held = match self.held.clone() {
             Some(held) => held,
@@ -118,11 +120,11 @@ impl Transfer {
             self.held = None;
             drop(held);
             send_gone(socket, REPLACED)?;
-            return Ok(End::Over);
+            return Ok(TurnEnd::Over);
         };
         let Some(indices) = self.blocks_left(&held) else {
             send_gone(socket, "the version has fewer blocks than were requested")?;
-            return Ok(End::Over);
+            return Ok(TurnEnd::Over);
         };
         let (item, serving) = (self.item(), self.serving.clone());
         let deltas = serving.store.deltas();
@@ -131,7 +133,7 @@ impl Transfer {
         let mut left = &indices[..];
         while let Some(&index) = left.first() {
             if begun.elapsed() >= TURN && serving.others_wait() {
-                return Ok(End::Turn);
+                return Ok(TurnEnd::Turn);
             }
             delta = delta.filter(|delta| !deltas.is_too_much(item.model, delta));
             let span = span_of(left, held.blocks());
@@ -154,16 +156,16 @@ impl Transfer {
                 Step::NotYet => self.send_idle(socket)?,
                 Step::Gone => {
                     send_gone(socket, REPLACED)?;
-                    return Ok(End::Over);
+                    return Ok(TurnEnd::Over);
                 }
             }
         }
         send(socket, &ToChild::End)?;
-        Ok(End::Over)
+        Ok(TurnEnd::Over)
     }
 
     /// The requested blocks that were not sent yet; `None` if the version has fewer blocks.
-    fn blocks_left(&self, held: &Held) -> Option<Vec<usize>> {
+    fn blocks_left(&self, held: &HeldVersion) -> Option<Vec<usize>> {
         let ranges = &self.fetch.ranges;
         // Ranges ascend and do not overlap. So the end of the last one bounds the work that
         // follows.
@@ -192,7 +194,7 @@ impl Transfer {
     fn send_delta(
         &self,
         socket: &mut Stream,
-        held: &Held,
+        held: &HeldVersion,
         (delta, span): (&Delta, &[usize]),
         scratch: &mut Scratch,
     ) -> io::Result<Option<Step>> {
@@ -224,7 +226,12 @@ impl Transfer {
         }))
     }
 
-    fn send_block(&self, socket: &mut Stream, held: &Held, index: usize) -> io::Result<Step> {
+    fn send_block(
+        &self,
+        socket: &mut Stream,
+        held: &HeldVersion,
+        index: usize,
+    ) -> io::Result<Step> {
         let item = self.item();
         let (bytes, crc) = match self.serving.store.block(held, index, IDLE) {
             BlockState::Ready(bytes, crc) => (bytes, crc),
@@ -255,7 +262,11 @@ impl Transfer {
     }
 
     /// The version once part of it is here, or how the turn ends without it.
-    fn find(&mut self, socket: &mut Stream, begun: Instant) -> io::Result<Result<Arc<Held>, End>> {
+    fn find(
+        &mut self,
+        socket: &mut Stream,
+        begun: Instant,
+    ) -> io::Result<Result<Arc<HeldVersion>, TurnEnd>> {
         let (item, serving) = (self.item(), self.serving.clone());
         let store = &serving.store;
         let since = self.since.unwrap_or(begun);
@@ -266,10 +277,10 @@ impl Transfer {
             let over = store.is_sender() || since.elapsed() > PATIENCE;
             if over || store.is_refused(item, since) {
                 send_gone(socket, "it is no longer kept")?;
-                return Ok(Err(End::Over));
+                return Ok(Err(TurnEnd::Over));
             }
             if begun.elapsed() >= TURN && serving.others_wait() {
-                return Ok(Err(End::Turn));
+                return Ok(Err(TurnEnd::Turn));
             }
             store.wait_for(item, IDLE);
             self.send_idle(socket)?;
@@ -307,7 +318,7 @@ impl Drop for Transfer {
         let (notify, item) = (self.serving.notify.clone(), self.item());
         // Reporting may block, which no async task may do.
         let spawned = self.serving.threads.spawn("weightsync-serve", move || {
-            notify(Served::Unwanted { item });
+            notify(ServeEvent::Unwanted { item });
         });
         if let Err(error) = spawned {
             tracing::warn!("{item:?} still counts as wanted: {error}");

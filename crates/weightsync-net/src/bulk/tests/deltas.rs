@@ -1,11 +1,11 @@
 //! Deltas that are not what they should be.
 
-use weightsync_core::delta::{Codec, Pattern, Scratch, encode};
+use weightsync_core::delta::{BitPattern, Codec, Scratch, encode};
 use weightsync_mem::{PartialSlot, Snapshot};
 
 use super::*;
-use crate::bulk::delta::{Coded, Ring, Span};
-use crate::bulk::{Base, Delta};
+use crate::bulk::delta::{Coded, DeltaRing, SpanCoding};
+use crate::bulk::{Delta, DeltaBase};
 use crate::wire::frame::{DeltaHead, SPAN};
 
 /// A dtype with exponents, by which a thin delta notices a wrong base.
@@ -43,7 +43,7 @@ fn changes_of(versions: [u64; 2], span: usize) -> Vec<u8> {
 fn coded(codec: Codec, [from, to]: [u64; 2], span: usize) -> Vec<u8> {
     let at = span * SPAN as usize..BYTES.min((span + 1) * SPAN as usize);
     let (old, new) = (image(from), image(to));
-    let (pattern, mut bytes) = (Pattern::of(DTYPE), Vec::new());
+    let (pattern, mut bytes) = (BitPattern::of(DTYPE), Vec::new());
     let scratch = &mut Scratch::new();
     let (old, new) = (&old[at.clone()], &new[at]);
     encode(pattern, codec, old, new, &mut bytes, scratch).unwrap();
@@ -96,12 +96,12 @@ struct Fetched {
     slot: Arc<PartialSlot>,
     base: Snapshot,
     recorded: Arc<Delta>,
-    _relay: Relay,
+    _relay: RelaySegment,
 }
 
-pub(super) fn relay(name: &str, slots: u8) -> Relay {
+pub(super) fn relay(name: &str, slots: u8) -> RelaySegment {
     let listener = Listener::at(&format!("weightsync/test/{name}/{}", std::process::id()));
-    let model = ModelSpec {
+    let model = ModelDescription {
         layout: Layout::new([("w".to_owned(), DTYPE, vec![BYTES as u64])]).unwrap(),
         note: Vec::new(),
     };
@@ -109,10 +109,10 @@ pub(super) fn relay(name: &str, slots: u8) -> Relay {
         slots,
         ..SegmentOptions::default()
     };
-    Relay::create(listener.unwrap(), SECRET, (RUN, 1), &[model], options).unwrap()
+    RelaySegment::create(listener.unwrap(), SECRET, (RUN, 1), &[model], options).unwrap()
 }
 
-pub(super) fn whole(relay: &Relay, version: Version, image: &[u8]) -> Snapshot {
+pub(super) fn whole(relay: &RelaySegment, version: Version, image: &[u8]) -> Snapshot {
     let slot = relay.partial_slot(0, version, BYTES).unwrap().unwrap();
     let mut piece = slot.take(0).unwrap();
     piece.copy_from_slice(image);
@@ -121,14 +121,14 @@ pub(super) fn whole(relay: &Relay, version: Version, image: &[u8]) -> Snapshot {
 }
 
 /// Fetches what is missing from a parent that answers so.
-fn fetch(slot: &Arc<PartialSlot>, base: Option<Base>, answer: Vec<u8>) -> FetchEnd {
+fn fetch(slot: &Arc<PartialSlot>, base: Option<DeltaBase>, answer: Vec<u8>) -> FetchEnd {
     fetch_around(slot, base, answer, || {})
 }
 
 /// The same; `between` runs after the request and before the answer.
 fn fetch_around(
     slot: &Arc<PartialSlot>,
-    base: Option<Base>,
+    base: Option<DeltaBase>,
     answer: Vec<u8>,
     between: impl FnOnce(),
 ) -> FetchEnd {
@@ -138,23 +138,23 @@ fn fetch_around(
 /// The same; what comes is compared with the digests of the sender at this address.
 fn fetch_verified(
     slot: &Arc<PartialSlot>,
-    base: Option<Base>,
+    base: Option<DeltaBase>,
     answer: Vec<u8>,
     between: impl FnOnce(),
     digests: Option<SocketAddr>,
 ) -> FetchEnd {
     let runtime = runtime();
     let (address, asked, go) = held_parent(&runtime, answer);
-    let held = Arc::new(Held::arriving(slot.clone()));
+    let held = Arc::new(HeldVersion::arriving(slot.clone()));
     let connections = Connections::new(Credentials::plain(&SECRET), (RUN, 1), 1, digests);
     let (note, ends) = mpsc::channel();
     let version = slot.version();
     let item = Item { version, ..NEXT };
-    let _fetch = Fetch::start(
+    let _fetch = BulkFetch::start(
         (item, Parent { agent: 2, address }),
         (&Arc::new(connections), 0),
         (slot.clone(), held, base),
-        &Arc::new(Store::of_relay()),
+        &Arc::new(BlockStore::of_relay()),
         &Arc::new(Threads::default()),
         move |end, _| {
             let _ = note.send(end);
@@ -191,7 +191,7 @@ fn fetched_verified(
     let slot = relay.partial_slot(0, NEXT.version, BLOCK as usize);
     let slot = slot.unwrap().unwrap();
     let recorded = Arc::new(Delta::new(ITEM.version, NEXT.version, slot.layout()));
-    let base = Base {
+    let base = DeltaBase {
         snapshot: snapshot.clone(),
         recorded: recorded.clone(),
         passes_on: true,
@@ -305,7 +305,7 @@ fn wrong_delta_is_refused_and_the_base_unchanged() {
 fn delta_of_another_base_is_refused_and_kept() {
     let span = SPAN as usize;
     let (old, new) = (vec![0xff; span], vec![1; span]);
-    let (pattern, mut bytes) = (Pattern::of(DTYPE), Vec::new());
+    let (pattern, mut bytes) = (BitPattern::of(DTYPE), Vec::new());
     let scratch = &mut Scratch::new();
     encode(pattern, Codec::Thin, &old, &new, &mut bytes, scratch).unwrap();
     let answer = [frame(head(0, &bytes), &bytes), end()].concat();
@@ -350,9 +350,9 @@ fn small_change_is_applied_in_the_older_buffer() {
     for span in 0..2 {
         let bytes = changes_of([1, 2], span);
         let crc = weightsync_simd::crc64(&bytes);
-        earlier.note(span, Span::Coded(Coded::new(bytes, crc)));
+        earlier.note(span, SpanCoding::Coded(Coded::new(bytes, crc)));
     }
-    let base = || Base {
+    let base = || DeltaBase {
         snapshot: snapshot.clone(),
         recorded: Arc::new(Delta::new(Version(2), NEXT.version, slot.layout())),
         passes_on: false,
@@ -386,7 +386,7 @@ fn small_change_is_applied_in_the_older_buffer() {
 #[test]
 fn relay_folds_thin_deltas_for_a_child_behind() {
     let relay = relay("thin", 3);
-    let ring = Ring::default();
+    let ring = DeltaRing::default();
     let mut newest = whole(&relay, ITEM.version, &image(1));
     for version in [2, 3] {
         let base = newest.version();
@@ -394,7 +394,7 @@ fn relay_folds_thin_deltas_for_a_child_behind() {
         let slot = slot.unwrap().unwrap();
         let recorded = Arc::new(Delta::new(base, Version(version), slot.layout()));
         ring.put(0, recorded.clone(), BYTES as u64);
-        let of = Base {
+        let of = DeltaBase {
             snapshot: newest,
             recorded,
             passes_on: true,
@@ -422,10 +422,10 @@ fn relay_folds_thin_deltas_for_a_child_behind() {
     let (mut made, scratch) = (image(1), &mut Scratch::new());
     for (index, image) in made.chunks_mut(SPAN as usize).enumerate() {
         assert!(delta.is_known(index));
-        let Some(Span::Coded(folded)) = delta.span(index, newest.layout(), scratch) else {
+        let Some(SpanCoding::Coded(folded)) = delta.span(index, newest.layout(), scratch) else {
             panic!("span {index} is sent whole");
         };
-        let pattern = Pattern::of(DTYPE);
+        let pattern = BitPattern::of(DTYPE);
         weightsync_core::delta::apply(pattern, folded.sent(), image, None, scratch).unwrap();
     }
     assert!(made == image(3));
@@ -446,7 +446,7 @@ fn sender_keeps_a_version_briefly_for_a_lost_child() {
                 .find(|one| one.version() == item.version)
                 .cloned()
         };
-        let store = Store::of_sender(Box::new(find));
+        let store = BlockStore::of_sender(Box::new(find));
         let older = store.get(ITEM).filter(|_| somebody_has_an_older_one);
         let held = store.get(NEXT).unwrap();
         // They have been replaced.
@@ -469,7 +469,7 @@ fn spoiled_version_is_no_longer_served() {
         let found = versions.iter().find(|one| one.version() == item.version);
         found.cloned()
     };
-    let store = Store::of_sender(Box::new(find));
+    let store = BlockStore::of_sender(Box::new(find));
     let [first, second] = [1, 2].map(|version| Item {
         model: 0,
         version: Version(version),
@@ -487,7 +487,7 @@ fn altered_delta_is_noticed_and_not_passed_on() {
     let segment = relay("verify-delta-sender", 2);
     let published = whole(&segment, NEXT.version, &image(3));
     let find = move |_| Some(published.clone());
-    let store = Arc::new(Store::of_sender(Box::new(find)));
+    let store = Arc::new(BlockStore::of_sender(Box::new(find)));
     let serving = Serving::new((RUN, 1), store, Arc::default(), |_| ());
     let digests = runtime.block_on(listen(serving));
     // The relay sends the changes to another version as those to this one.

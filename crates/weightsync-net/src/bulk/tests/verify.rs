@@ -12,15 +12,15 @@ use crate::wire::message::ToParent;
 /// A sender that has this image as a version; where it listens.
 fn sender(runtime: &tokio::runtime::Runtime, version: Version, snapshot: Snapshot) -> SocketAddr {
     let find = move |item: Item| (item.version == version).then(|| snapshot.clone());
-    let store = Arc::new(Store::of_sender(Box::new(find)));
+    let store = Arc::new(BlockStore::of_sender(Box::new(find)));
     let threads = Arc::new(Threads::default());
     runtime.block_on(listen(Serving::new((RUN, 1), store, threads, |_| ())))
 }
 
 /// A relay that has this version; where it listens.
 fn serving(runtime: &tokio::runtime::Runtime, snapshot: Snapshot) -> SocketAddr {
-    let store = Arc::new(Store::of_relay());
-    store.put(ITEM, Arc::new(Held::whole(snapshot)));
+    let store = Arc::new(BlockStore::of_relay());
+    store.put(ITEM, Arc::new(HeldVersion::whole(snapshot)));
     let threads = Arc::new(Threads::default());
     runtime.block_on(listen(Serving::new((RUN, 1), store, threads, |_| ())))
 }
@@ -196,7 +196,7 @@ async fn quitter() -> SocketAddr {
         tokio::spawn(async move {
             let mut header = [0; HEADER_BYTES];
             socket.read_exact(&mut header).await.unwrap();
-            let header = Header::decode(&header, &[Kind::Bulk]).unwrap();
+            let header = FrameHeader::decode(&header, &[FrameKind::Bulk]).unwrap();
             socket.read_exact(&mut vec![0; header.len]).await.unwrap();
             let block = block_of(0, &vec![0; BLOCK as usize]);
             socket.write_all(&block).await.unwrap();
@@ -215,7 +215,7 @@ async fn idler() -> SocketAddr {
         tokio::spawn(async move {
             let mut header = [0; HEADER_BYTES];
             socket.read_exact(&mut header).await.unwrap();
-            let header = Header::decode(&header, &[Kind::Bulk]).unwrap();
+            let header = FrameHeader::decode(&header, &[FrameKind::Bulk]).unwrap();
             let mut payload = vec![0; header.len];
             socket.read_exact(&mut payload).await.unwrap();
             let ToParent::Fetch(wanted) = ToParent::decode(&payload).unwrap() else {

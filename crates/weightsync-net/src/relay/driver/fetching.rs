@@ -13,11 +13,13 @@ use weightsync_core::Version;
 use weightsync_engine::log_limiter;
 use weightsync_mem::{Error, PartialSlot, Snapshot};
 
-use super::{Driver, Event};
-use crate::bulk::{Base, Delta, Fetch, FetchEnd, Held, MEASURABLE, Parent, RING, Transferred};
+use super::{Driver, DriverEvent};
+use crate::bulk::{
+    BulkFetch, Delta, DeltaBase, FetchEnd, HeldVersion, MEASURABLE, Parent, RING, Transferred,
+};
 use crate::link::refusal;
 use crate::relay::backoff;
-use crate::relay::plan::{Input, Item};
+use crate::relay::plan::{Item, PlanInput};
 use crate::wire::frame::BLOCK;
 use crate::wire::message::ToRoot;
 
@@ -30,7 +32,7 @@ const MEASURE: Duration = Duration::from_secs(1);
 /// The versions that are here or arriving, and where they are fetched from.
 pub(super) struct Fetches {
     pub(super) parent: Option<Parent>,
-    arriving: BTreeMap<Item, (Arc<PartialSlot>, Arc<Held>)>,
+    arriving: BTreeMap<Item, (Arc<PartialSlot>, Arc<HeldVersion>)>,
     pub(super) whole: BTreeMap<Item, Snapshot>,
     pub(super) under_way: BTreeMap<Item, Fetching>,
     /// The number of the last fetch.
@@ -52,7 +54,7 @@ pub(super) struct Fetching {
     /// The fetch goes to the sender instead of the parent.
     pub(super) instead: bool,
     /// Dropping this stops the fetch.
-    fetch: Fetch,
+    fetch: BulkFetch,
 }
 
 /// A fetch that has ended.
@@ -112,27 +114,27 @@ impl Driver {
         // A pending complaint is about an earlier parent, so the sender would ignore it; and the
         // next failure must be reported.
         self.fetches.complaint = None;
-        inputs.extend([Input::NoParent, Input::Parent]);
+        inputs.extend([PlanInput::NoParent, PlanInput::Parent]);
         self.step(inputs);
     }
 
     /// Keeps the fetches from the sender that go on when it names another parent: those of sets to
     /// finish. The new parent may not have these versions, and the sender keeps them only while
     /// somebody fetches them.
-    fn keep_fetches_from_sender(&mut self, next: Parent) -> Vec<Input> {
+    fn keep_fetches_from_sender(&mut self, next: Parent) -> Vec<PlanInput> {
         let plan = &self.plan;
         let under_way = self.fetches.under_way.iter_mut();
         let kept = under_way
             .filter(|(item, one)| one.parent.agent == 0 && next.agent != 0 && plan.is_first(item));
         let inputs = kept.map(|(item, one)| {
             one.instead = true;
-            Input::FromSender { item: *item }
+            PlanInput::FromSender { item: *item }
         });
         inputs.collect()
     }
 
     /// Begins a fetch; if it cannot, returns what happened instead.
-    pub(super) fn begin(&mut self, item: Item, sender: bool) -> Option<Input> {
+    pub(super) fn begin(&mut self, item: Item, sender: bool) -> Option<PlanInput> {
         let root = Parent {
             agent: 0,
             address: self.root,
@@ -142,7 +144,7 @@ impl Driver {
             false => self.fetches.parent,
         };
         let Some(parent) = parent else {
-            return Some(Input::NoParent);
+            return Some(PlanInput::NoParent);
         };
         let is_new = !self.fetches.arriving.contains_key(&item);
         if is_new && let Err(instead) = self.make_room(item) {
@@ -160,7 +162,7 @@ impl Driver {
         let notify = notifier(&self.events);
         let done = move |end, transferred| {
             let parent = parent.agent;
-            notify(Event::Fetched(Fetched {
+            notify(DriverEvent::Fetched(Fetched {
                 number,
                 item,
                 parent,
@@ -171,7 +173,7 @@ impl Driver {
         // Fetches under way have their connections already.
         let others = self.fetches.under_way.keys();
         let others = others.filter(|one| **one != item).count();
-        let fetch = Fetch::start(
+        let fetch = BulkFetch::start(
             (item, parent),
             (&self.connections, others),
             (slot, held, base),
@@ -193,35 +195,35 @@ impl Driver {
     }
 
     /// Takes a slot for a version; if there is none, returns what happened instead.
-    fn make_room(&mut self, item: Item) -> Result<(), Input> {
+    fn make_room(&mut self, item: Item) -> Result<(), PlanInput> {
         let slot = self
             .relay
             .partial_slot(item.model, item.version, BLOCK as usize);
         let slot = match slot {
             Ok(Some(slot)) => slot,
-            Ok(None) => return Err(Input::NoRoom { item }),
+            Ok(None) => return Err(PlanInput::NoRoom { item }),
             // This can never succeed, so the version counts as missing everywhere.
             Err(error @ Error::BadOption { .. }) => {
                 tracing::error!("{item:?} is not fetched: {error}");
                 let sender = true;
-                return Err(Input::NotThere { item, sender });
+                return Err(PlanInput::NotThere { item, sender });
             }
             Err(error) => {
                 // This is tried again soon and often, so logging is limited.
                 if let Some(more) = self.log_limiter.logs("room", Instant::now().into_std()) {
                     log_limiter::warn(more, &format!("there is no room for {item:?}: {error}"));
                 }
-                return Err(Input::NoRoom { item });
+                return Err(PlanInput::NoRoom { item });
             }
         };
-        let held = Arc::new(Held::arriving(slot.clone()));
+        let held = Arc::new(HeldVersion::arriving(slot.clone()));
         self.fetches.arriving.insert(item, (slot, held));
         Ok(())
     }
 
     /// The base for a version: the newest older one that is whole here. Its deltas are kept for the
     /// next version and, where there are relays below, for as long as those may want them.
-    fn base_of(&self, item: Item) -> Option<Base> {
+    fn base_of(&self, item: Item) -> Option<DeltaBase> {
         let first = Item {
             version: Version::NONE,
             ..item
@@ -245,7 +247,7 @@ impl Driver {
             // A delta did not fit, so the version is fetched whole.
             return None;
         }
-        Some(Base {
+        Some(DeltaBase {
             snapshot: snapshot.clone(),
             recorded,
             passes_on: self.serves.is_some(),
@@ -278,8 +280,8 @@ impl Driver {
             FetchEnd::Altered { block } => self.altered(item, ended.parent, block),
             FetchEnd::BaseMismatch(error) => self.drop_model(item.model, &error),
             // The missing blocks are fetched from the same parent.
-            FetchEnd::Partly => self.step([Input::Rest { item }]),
-            FetchEnd::Stopped => self.step([Input::Broken { item }]),
+            FetchEnd::Partly => self.step([PlanInput::Rest { item }]),
+            FetchEnd::Stopped => self.step([PlanInput::Broken { item }]),
         }
     }
 
@@ -295,7 +297,7 @@ impl Driver {
                 self.fetches.whole.insert(item, snapshot);
                 let (have, dropped) = (vec![item], Vec::new());
                 self.send(&ToRoot::Holds { have, dropped });
-                self.step([Input::Whole { item }]);
+                self.step([PlanInput::Whole { item }]);
             }
             Err(error) => tracing::error!("{item:?} cannot be committed: {error}"),
         }
@@ -307,7 +309,7 @@ impl Driver {
         if !sender {
             self.send(&ToRoot::Missing { item });
         }
-        self.step([Input::NotThere { item, sender }]);
+        self.step([PlanInput::NotThere { item, sender }]);
     }
 
     /// A connection broke. The parent is left, and reported as lost after a pause.
@@ -340,7 +342,7 @@ impl Driver {
             self.fetches.complaint = Some(complaint);
         }
         self.fetches.leave_parent();
-        self.step([Input::Broken { item }, Input::NoParent]);
+        self.step([PlanInput::Broken { item }, PlanInput::NoParent]);
     }
 
     /// A relay sent a block other than the sender published it.
@@ -356,7 +358,7 @@ impl Driver {
             block: block as u32,
         });
         self.fetches.leave_parent();
-        self.step([Input::Broken { item }, Input::NoParent]);
+        self.step([PlanInput::Broken { item }, PlanInput::NoParent]);
     }
 
     /// When [`on_time`](Self::on_time) is due next.
@@ -394,13 +396,13 @@ impl Driver {
         }
         if self.plan.waits_for_room() && now >= self.fetches.room {
             self.fetches.room = now + ROOM;
-            self.step([Input::MayHaveRoom]);
+            self.step([PlanInput::MayHaveRoom]);
         }
     }
 }
 
 /// Sends the driver an event without blocking, from any thread, including the driver's own.
-fn notifier(events: &mpsc::Sender<Event>) -> impl Fn(Event) + Send + Sync + 'static {
+fn notifier(events: &mpsc::Sender<DriverEvent>) -> impl Fn(DriverEvent) + Send + Sync + 'static {
     let (events, runtime) = (events.clone(), Handle::current());
     move |event| {
         let events = events.clone();
@@ -423,10 +425,10 @@ mod tests {
             let (events, mut inbox) = mpsc::channel(1);
             let notify = notifier(&events);
             // More events than the channel has room for.
-            notify(Event::Stop);
-            notify(Event::Stop);
-            assert!(matches!(inbox.recv().await, Some(Event::Stop)));
-            assert!(matches!(inbox.recv().await, Some(Event::Stop)));
+            notify(DriverEvent::Stop);
+            notify(DriverEvent::Stop);
+            assert!(matches!(inbox.recv().await, Some(DriverEvent::Stop)));
+            assert!(matches!(inbox.recv().await, Some(DriverEvent::Stop)));
         });
     }
 }

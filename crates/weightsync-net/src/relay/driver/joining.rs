@@ -9,13 +9,13 @@ use weightsync_core::WorkerId;
 use weightsync_mem::{self as mem, WorkerInstance};
 
 use super::Driver;
-use crate::relay::plan::Input;
+use crate::relay::plan::PlanInput;
 use crate::wire::message::{ToRoot, Want, WorkerJoin};
 
 /// The workers of this host.
 #[derive(Default)]
 pub(super) struct Members {
-    workers: BTreeMap<WorkerId, Worker>,
+    workers: BTreeMap<WorkerId, LocalWorker>,
     /// Workers that wait for the sender to admit them, by ticket; each with the ticket that the
     /// segment gave it.
     joining: BTreeMap<u64, WorkerJoin>,
@@ -26,16 +26,16 @@ pub(super) struct Members {
 }
 
 /// A worker that the sender has admitted.
-struct Worker {
+struct LocalWorker {
     who: WorkerInstance,
     join: WorkerJoin,
     /// The worker's question until it is answered.
-    asks: Option<Question>,
+    asks: Option<WorkerQuestion>,
 }
 
 /// A worker's question.
 #[derive(Clone, Copy, Debug)]
-struct Question {
+struct WorkerQuestion {
     number: u64,
     want: Want,
 }
@@ -66,7 +66,7 @@ impl Members {
     }
 
     /// The admitted worker of this instance.
-    fn worker(&mut self, who: WorkerInstance) -> Option<&mut Worker> {
+    fn worker(&mut self, who: WorkerInstance) -> Option<&mut LocalWorker> {
         let worker = self.workers.get_mut(&who.worker);
         worker.filter(|one| one.who == who)
     }
@@ -79,12 +79,12 @@ impl Members {
 
 impl Driver {
     /// Handles events of this host's workers.
-    pub(super) fn on_local(&mut self, events: Vec<mem::Event>) {
+    pub(super) fn on_local(&mut self, events: Vec<mem::WorkerEvent>) {
         let mut progress = Vec::new();
         let mut inputs = Vec::new();
         for event in events {
             match event {
-                mem::Event::Joins {
+                mem::WorkerEvent::Joins {
                     ticket,
                     who,
                     pid,
@@ -101,20 +101,20 @@ impl Driver {
                     device,
                     seen,
                 }),
-                mem::Event::Progress(one) => {
+                mem::WorkerEvent::Progress(one) => {
                     self.members.close_question(one.who, one.through);
                     progress.push(one);
                 }
-                mem::Event::Unusable { who, reason } => {
+                mem::WorkerEvent::Unusable { who, reason } => {
                     self.send(&ToRoot::Unusable { who, reason });
                 }
-                mem::Event::Asks {
+                mem::WorkerEvent::Asks {
                     who,
                     question,
                     want,
                 } => self.asks(who, question, want),
-                mem::Event::Withdraws { who } => inputs.extend(self.withdraws(who)),
-                mem::Event::Gone { who, died } => {
+                mem::WorkerEvent::Withdraws { who } => inputs.extend(self.withdraws(who)),
+                mem::WorkerEvent::Gone { who, died } => {
                     // Progress is reported before a departure, as the sender forgets the worker
                     // then.
                     self.send_progress(std::mem::take(&mut progress));
@@ -122,13 +122,13 @@ impl Driver {
                         self.members.workers.remove(&who.worker);
                     }
                     self.send(&ToRoot::Gone { who, died });
-                    inputs.push(Input::Left { who });
+                    inputs.push(PlanInput::Left { who });
                 }
             }
         }
         self.send_progress(progress);
         // A slot that workers released may be room for the next version.
-        inputs.push(Input::MayHaveRoom);
+        inputs.push(PlanInput::MayHaveRoom);
         self.step(inputs);
     }
 
@@ -177,13 +177,13 @@ impl Driver {
             self.send(&ToRoot::Gone { who, died });
             return;
         }
-        let worker = Worker {
+        let worker = LocalWorker {
             who,
             join,
             asks: None,
         };
         self.members.workers.insert(who.worker, worker);
-        self.step([Input::Joined { who, delivery }]);
+        self.step([PlanInput::Joined { who, delivery }]);
     }
 
     /// The sender does not accept a worker.
@@ -219,7 +219,7 @@ impl Driver {
 
     /// A worker asks; the question replaces its earlier one.
     fn asks(&mut self, who: WorkerInstance, number: u64, want: Want) {
-        let question = Question { number, want };
+        let question = WorkerQuestion { number, want };
         if let Some(worker) = self.members.worker(who) {
             worker.asks = Some(question);
         }
@@ -227,15 +227,15 @@ impl Driver {
     }
 
     /// A worker withdraws its question; nothing is fetched for it any more.
-    fn withdraws(&mut self, who: WorkerInstance) -> Option<Input> {
+    fn withdraws(&mut self, who: WorkerInstance) -> Option<PlanInput> {
         let worker = self.members.worker(who);
         let open = worker.and_then(|worker| worker.asks.take());
         self.send(&ToRoot::Withdraw { who });
         let question = open?.number;
-        Some(Input::Withdrawn { who, question })
+        Some(PlanInput::Withdrawn { who, question })
     }
 
-    fn ask(&mut self, who: WorkerInstance, Question { number, want }: Question) {
+    fn ask(&mut self, who: WorkerInstance, WorkerQuestion { number, want }: WorkerQuestion) {
         self.send(&ToRoot::Ask {
             who,
             question: number,

@@ -4,7 +4,7 @@ use tokio::time::Instant;
 
 use super::{Driver, LINGER};
 use crate::bulk::Parent;
-use crate::relay::plan::Input;
+use crate::relay::plan::PlanInput;
 use crate::wire::message::{FromRoot, ToRoot};
 
 impl Driver {
@@ -21,7 +21,7 @@ impl Driver {
             } => {
                 let known = workers.into_iter();
                 let known = known.filter_map(|worker| self.members.instance(worker));
-                let notified = known.map(|who| Input::Notified {
+                let notified = known.map(|who| PlanInput::Notified {
                     who,
                     sequence,
                     set: set.clone(),
@@ -37,7 +37,7 @@ impl Driver {
             } => {
                 // A question that was sent twice is answered twice.
                 if let Some(who) = self.members.asker(worker, question) {
-                    self.step([Input::Answered {
+                    self.step([PlanInput::Answered {
                         who,
                         question,
                         sequence,

@@ -1,12 +1,12 @@
 //! An agent performs what its [plan](crate::relay::plan) decides: every effect of the plan is here.
 
 use super::Driver;
-use crate::relay::plan::{Effect, Input};
+use crate::relay::plan::{PlanEffect, PlanInput};
 use crate::wire::message::ToRoot;
 
 impl Driver {
     /// Notes what has happened, and performs what follows from it.
-    pub(super) fn step(&mut self, inputs: impl IntoIterator<Item = Input>) {
+    pub(super) fn step(&mut self, inputs: impl IntoIterator<Item = PlanInput>) {
         let mut effects = self.plan.step(inputs);
         while !effects.is_empty() {
             let performed = effects.into_iter();
@@ -19,14 +19,14 @@ impl Driver {
     }
 
     /// Performs one effect; returns what happened if it could not be performed.
-    fn perform(&mut self, effect: Effect) -> Option<Input> {
+    fn perform(&mut self, effect: PlanEffect) -> Option<PlanInput> {
         match effect {
-            Effect::Notify { who, sequence, set } => {
+            PlanEffect::Notify { who, sequence, set } => {
                 if let Some(set) = self.fetches.snapshots(&set) {
                     self.relay.notify(who, sequence, &set);
                 }
             }
-            Effect::Answer {
+            PlanEffect::Answer {
                 who,
                 question,
                 sequence,
@@ -37,16 +37,16 @@ impl Driver {
                     self.relay.answer(who, question, sequence, &set);
                 }
             }
-            Effect::Fetch { item, sender } => return self.begin(item, sender),
-            Effect::Stop { item } => drop(self.fetches.under_way.remove(&item)),
-            Effect::Release { item } => {
+            PlanEffect::Fetch { item, sender } => return self.begin(item, sender),
+            PlanEffect::Stop { item } => drop(self.fetches.under_way.remove(&item)),
+            PlanEffect::Release { item } => {
                 self.store.remove(item);
                 if self.fetches.release(item) {
                     let (have, dropped) = (Vec::new(), vec![item]);
                     self.send(&ToRoot::Holds { have, dropped });
                 }
             }
-            Effect::Refuse { item } => self.store.refuse(item),
+            PlanEffect::Refuse { item } => self.store.refuse(item),
         }
         None
     }

@@ -7,11 +7,11 @@ use tokio::time::Instant;
 use weightsync_engine::transport::SILENT_SENDER;
 use weightsync_mem::Ending;
 
-use super::{Driver, Event};
+use super::{Driver, DriverEvent};
 use crate::bulk::Connections;
 use crate::link::LinkEnd;
 use crate::relay::join::{Before, dial, greet};
-use crate::relay::{EVENTS, Reach, StartError, backoff};
+use crate::relay::{EVENTS, StartError, Unreached, backoff};
 use crate::wire::hello::HelloError;
 
 impl Driver {
@@ -20,7 +20,7 @@ impl Driver {
     pub(super) async fn reconnect(
         &mut self,
         end: &LinkEnd,
-        inbox: &mut mpsc::Receiver<Event>,
+        inbox: &mut mpsc::Receiver<DriverEvent>,
     ) -> Option<Ending> {
         if self.closes.is_some() {
             return Some(Ending::Closed);
@@ -58,7 +58,7 @@ impl Driver {
             loop {
                 tokio::select! {
                     event = inbox.recv() => match event {
-                        Some(Event::Stop) | None => return Some(Ending::Moved),
+                        Some(DriverEvent::Stop) | None => return Some(Ending::Moved),
                         Some(event) => self.handle_unlinked(event),
                     },
                     () = tokio::time::sleep_until(until) => break,
@@ -68,8 +68,8 @@ impl Driver {
     }
 
     /// Handles an event while there is no link: messages are those of a link that has ended.
-    fn handle_unlinked(&mut self, event: Event) {
-        if !matches!(event, Event::Root { .. }) {
+    fn handle_unlinked(&mut self, event: DriverEvent) {
+        if !matches!(event, DriverEvent::Root { .. }) {
             self.handle(event);
         }
     }
@@ -85,9 +85,9 @@ impl Driver {
             Err(StartError::Unreachable(reach, _)) => {
                 return Err(match reach {
                     // Nothing listens at the sender's address.
-                    Reach::Refused => ReconnectError::Died,
-                    Reach::Unanswered => ReconnectError::Unanswered,
-                    Reach::Unknown => ReconnectError::Unreachable,
+                    Unreached::Refused => ReconnectError::Died,
+                    Unreached::Unanswered => ReconnectError::Unanswered,
+                    Unreached::Unknown => ReconnectError::Unreachable,
                 });
             }
             Err(_) => return Err(ReconnectError::Unreachable),
@@ -133,10 +133,10 @@ impl Driver {
 }
 
 /// Waits until the agent is to leave. Keeps other events for later, as far as there is room.
-async fn stop(inbox: &mut mpsc::Receiver<Event>, meanwhile: &mut Vec<Event>) {
+async fn stop(inbox: &mut mpsc::Receiver<DriverEvent>, meanwhile: &mut Vec<DriverEvent>) {
     while meanwhile.len() < EVENTS {
         match inbox.recv().await {
-            Some(Event::Stop) | None => return,
+            Some(DriverEvent::Stop) | None => return,
             Some(event) => meanwhile.push(event),
         }
     }

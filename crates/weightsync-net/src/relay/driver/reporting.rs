@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use weightsync_mem::Progress;
+use weightsync_mem::ReportedProgress;
 
 use super::Driver;
 use crate::bulk::Transferred;
@@ -20,7 +20,7 @@ impl Driver {
         }
     }
 
-    pub(super) fn send_progress(&mut self, progress: Vec<Progress>) {
+    pub(super) fn send_progress(&mut self, progress: Vec<ReportedProgress>) {
         if progress.is_empty() {
             return;
         }

@@ -4,8 +4,8 @@ use std::fmt;
 
 use weightsync_core::digest::Digest;
 
-use super::{Driver, Event};
-use crate::relay::plan::{Input, Item};
+use super::{Driver, DriverEvent};
+use crate::relay::plan::{Item, PlanInput};
 use crate::wire::message::ToRoot;
 
 impl Driver {
@@ -36,7 +36,7 @@ impl Driver {
                     // The slot may be needed for the next version.
                     drop(snapshot);
                     // A driver that has ended receives nothing.
-                    let _ = events.blocking_send(Event::Scrubbed { item, digest });
+                    let _ = events.blocking_send(DriverEvent::Scrubbed { item, digest });
                 };
                 match self.threads.spawn("weightsync-scrub", work) {
                     Ok(()) => return,
@@ -58,6 +58,6 @@ impl Driver {
         // Versions still in slots, and their deltas, may come from the wrong bytes too.
         self.store.deltas().forget(model);
         self.relay.forget_bases(model);
-        self.step([Input::Spoiled { model }]);
+        self.step([PlanInput::Spoiled { model }]);
     }
 }

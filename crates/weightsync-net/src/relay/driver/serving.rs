@@ -2,11 +2,11 @@
 
 use tokio::net::TcpListener;
 
-use super::{Driver, Event};
-use crate::bulk::{Served, Serving};
+use super::{Driver, DriverEvent};
+use crate::bulk::{ServeEvent, Serving};
 use crate::link::listen::accept_all;
-use crate::relay::plan::Input;
-use crate::wire::hello::Role;
+use crate::relay::plan::PlanInput;
+use crate::wire::hello::LinkRole;
 
 impl Driver {
     /// Begins to serve relays below, of a sender with this many models.
@@ -14,12 +14,12 @@ impl Driver {
         self.serves = listener.local_addr().ok();
         let events = self.events.clone();
         let notify = move |served| {
-            let _ = events.blocking_send(Event::Served(served));
+            let _ = events.blocking_send(DriverEvent::Served(served));
         };
         let (store, threads) = (self.store.clone(), self.threads.clone());
         let serving = Serving::new((self.run, models), store, threads, notify);
         let take = move |socket, _from, role| {
-            if role == Role::Bulk {
+            if role == LinkRole::Bulk {
                 tokio::spawn(serving.clone().child(socket));
             }
         };
@@ -28,11 +28,11 @@ impl Driver {
     }
 
     /// Something was served to a relay below.
-    pub(super) fn served(&mut self, served: Served) {
+    pub(super) fn served(&mut self, served: ServeEvent) {
         match served {
-            Served::Wanted { item } => self.step([Input::Wanted { item }]),
-            Served::Unwanted { item } => self.step([Input::Unwanted { item }]),
-            Served::Sent { .. } => {}
+            ServeEvent::Wanted { item } => self.step([PlanInput::Wanted { item }]),
+            ServeEvent::Unwanted { item } => self.step([PlanInput::Unwanted { item }]),
+            ServeEvent::Sent { .. } => {}
         }
     }
 }

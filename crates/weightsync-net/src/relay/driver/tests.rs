@@ -4,14 +4,14 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 use weightsync_conformance::scale::longest;
 use weightsync_core::{Dtype, Epoch, Layout, Version};
-use weightsync_mem::ModelSpec;
+use weightsync_mem::ModelDescription;
 
 use super::*;
 use crate::access::Access;
 use crate::bulk::{FetchEnd, Parent, Transferred};
 use crate::link::SUSPECT;
 use crate::link::stream::AsyncStream;
-use crate::relay::plan::Input;
+use crate::relay::plan::PlanInput;
 use crate::relay::{AgentAddress, runtime};
 use crate::wire::message::Welcome;
 
@@ -25,8 +25,8 @@ const ITEM: Item = Item {
 /// A driver, and what is around it.
 struct Around {
     driver: Driver,
-    events: mpsc::Sender<Event>,
-    inbox: mpsc::Receiver<Event>,
+    events: mpsc::Sender<DriverEvent>,
+    inbox: mpsc::Receiver<DriverEvent>,
     /// Where its sender is, and its parent.
     listener: TcpListener,
     address: SocketAddr,
@@ -39,7 +39,7 @@ async fn driver(name: &str) -> Around {
     let address = listener.local_addr().unwrap();
     let (socket, other) = tokio::join!(TcpStream::connect(address), listener.accept());
     let (events, inbox) = mpsc::channel(1 << 16);
-    let root = |what| Event::Root { number: 0, what };
+    let root = |what| DriverEvent::Root { number: 0, what };
     // This sender only sends signs of life.
     let (said, words) = mpsc::channel(64);
     let sender =
@@ -57,7 +57,7 @@ async fn driver(name: &str) -> Around {
         access: Access::default(),
         nearer: Vec::new(),
     };
-    let joined = Joined {
+    let joined = JoinedAgent {
         link: Link::start(AsyncStream::plain(socket.unwrap()), &events, root),
         root: address,
         welcome: Welcome {
@@ -73,7 +73,7 @@ async fn driver(name: &str) -> Around {
             pid: 1,
             verify: false,
         },
-        models: vec![ModelSpec {
+        models: vec![ModelDescription {
             layout: Layout::new([("w".to_owned(), Dtype::U8, vec![8])]).unwrap(),
             note: Vec::new(),
         }],
@@ -106,7 +106,7 @@ fn silent_senders_link_stays_open_until_it_answers() {
         } = driver("silent").await;
         let runs = tokio::spawn(driver.run(inbox));
         // The sender does not get to run for a while, and the agent looks for it.
-        let silent = |number| Event::Root {
+        let silent = |number| DriverEvent::Root {
             number,
             what: Err(LinkEnd::Silent(SUSPECT)),
         };
@@ -139,8 +139,10 @@ fn driver_checks_for_room_under_constant_messages() {
             ..
         } = driver("room").await;
         let item = ITEM;
-        driver.plan.step([Input::Parent, Input::Wanted { item }]);
-        driver.plan.step([Input::NoRoom { item }]);
+        driver
+            .plan
+            .step([PlanInput::Parent, PlanInput::Wanted { item }]);
+        driver.plan.step([PlanInput::NoRoom { item }]);
         assert!(driver.plan.waits_for_room());
         driver.fetches.room = Instant::now() + Duration::from_millis(20);
         let runs = tokio::spawn(driver.run(inbox));
@@ -148,13 +150,13 @@ fn driver_checks_for_room_under_constant_messages() {
         let talks = std::thread::spawn({
             let (events, mut other) = (events.clone(), item);
             other.version = Version(2);
-            let event = move || Event::Served(Served::Unwanted { item: other });
+            let event = move || DriverEvent::Served(ServeEvent::Unwanted { item: other });
             move || while events.blocking_send(event()).is_ok() {}
         });
         // There is room, so it fetches.
         let fetches = timeout(longest(), listener.accept()).await;
         fetches.expect("in time").unwrap();
-        assert!(events.send(Event::Stop).await.is_ok());
+        assert!(events.send(DriverEvent::Stop).await.is_ok());
         runs.await.unwrap();
         talks.join().unwrap();
     });
@@ -173,10 +175,10 @@ fn verdict_on_a_parent_is_not_applied_to_the_next() {
             ..
         } = driver("complaint").await;
         let item = ITEM;
-        driver.step([Input::Parent, Input::Wanted { item }]);
+        driver.step([PlanInput::Parent, PlanInput::Wanted { item }]);
         // The parent does not have it: it comes from the sender in its stead.
         let sender = false;
-        driver.step([Input::NotThere { item, sender }]);
+        driver.step([PlanInput::NotThere { item, sender }]);
         assert!(driver.fetches.under_way[&item].instead);
         driver.fetches.complaint = Some((Instant::now() + longest(), 2, "it broke off".into()));
         driver.on_message(FromRoot::Parent {
@@ -193,7 +195,7 @@ fn verdict_on_a_parent_is_not_applied_to_the_next() {
         });
         let complains = driver.fetches.complaint.as_ref().map(|(_, of, _)| *of);
         assert_eq!(complains, Some(0));
-        assert!(events.send(Event::Stop).await.is_ok());
+        assert!(events.send(DriverEvent::Stop).await.is_ok());
         driver.run(inbox).await;
     });
 }
@@ -207,7 +209,7 @@ fn rest_of_a_version_comes_from_the_same_parent() {
             agent: 3,
             address: Some(around.address.to_string()),
         });
-        driver.step([Input::Wanted { item }]);
+        driver.step([PlanInput::Wanted { item }]);
         let number = driver.fetches.under_way[&item].number;
         driver.fetched(Fetched {
             number,
@@ -219,7 +221,7 @@ fn rest_of_a_version_comes_from_the_same_parent() {
         assert!(driver.fetches.complaint.is_none());
         let next = &driver.fetches.under_way[&item];
         assert!(next.number > number && next.parent.agent == 3);
-        assert!(around.events.send(Event::Stop).await.is_ok());
+        assert!(around.events.send(DriverEvent::Stop).await.is_ok());
         around.driver.run(around.inbox).await;
     });
 }

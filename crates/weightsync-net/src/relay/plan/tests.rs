@@ -340,25 +340,25 @@ fn fetches_are_bounded_by_the_largest_set() {
         });
         items.collect::<Vec<_>>()
     };
-    let mut plan = Plan::new();
-    let joins = (1..=2).map(|worker| Input::Joined {
+    let mut plan = RelayPlan::new();
+    let joins = (1..=2).map(|worker| PlanInput::Joined {
         who: who(worker),
         delivery: Delivery::Every { bound: 4 },
     });
-    let tells = (1..=2).map(|worker| Input::Notified {
+    let tells = (1..=2).map(|worker| PlanInput::Notified {
         who: who(worker),
         sequence: worker.into(),
         set: set(worker.into()),
     });
-    let inputs: Vec<Input> = joins.chain(tells).chain([Input::Parent]).collect();
+    let inputs: Vec<PlanInput> = joins.chain(tells).chain([PlanInput::Parent]).collect();
     assert_eq!(plan.step(inputs).len(), SIDE_BY_SIDE);
     // The rest comes as others have come.
     let item = set(1)[0];
-    let expected = Effect::Fetch {
+    let expected = PlanEffect::Fetch {
         item: set(2)[24],
         sender: false,
     };
-    assert_eq!(plan.step([Input::Whole { item }]), [expected]);
+    assert_eq!(plan.step([PlanInput::Whole { item }]), [expected]);
 }
 
 #[test]

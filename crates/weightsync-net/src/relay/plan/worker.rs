@@ -4,10 +4,10 @@ use std::collections::VecDeque;
 
 use weightsync_mem::{Delivery, WorkerInstance};
 
-use super::{Effect, Item};
+use super::{Item, PlanEffect};
 
 #[derive(Debug)]
-pub(super) struct Worker {
+pub(super) struct WorkerPlan {
     pub(super) delivery: Delivery,
     /// Sets to notify the worker of once they are whole, oldest first.
     pub(super) pending: VecDeque<Notification>,
@@ -31,7 +31,7 @@ pub(super) struct Notification {
     pub(super) set: Vec<Item>,
 }
 
-impl Worker {
+impl WorkerPlan {
     pub(super) fn new(delivery: Delivery) -> Self {
         Self {
             delivery,
@@ -87,11 +87,11 @@ impl Worker {
         &mut self,
         who: WorkerInstance,
         Notification { sequence, set }: Notification,
-    ) -> Effect {
+    ) -> PlanEffect {
         // An older set that is still on its way is no longer useful.
         self.pending.retain(|next| next.sequence > sequence);
         self.notified.clone_from(&set);
         self.notified_at = sequence;
-        Effect::Notify { who, sequence, set }
+        PlanEffect::Notify { who, sequence, set }
     }
 }

@@ -7,12 +7,13 @@ use tokio::time::Instant;
 use weightsync_core::{WorkerId, WorkerRoute};
 use weightsync_engine::log_limiter;
 use weightsync_mem::{
-    Error as Memory, Models, Notified, RemoteReader, RemoteReaderOptions, Snapshot, WorkerInstance,
+    Error as Memory, ModelMask, NotifiedSet, RemoteReader, RemoteReaderOptions, Snapshot,
+    WorkerInstance,
 };
 
-use super::{Coordinator, Event};
+use super::{Coordinator, CoordinatorEvent};
 use crate::relay::Item;
-use crate::root::membership::Waiter;
+use crate::root::membership::MembershipWaiter;
 use crate::root::plan::{Mailbox, RootEffect, RootInput};
 use crate::root::scrub::OWN;
 use crate::root::topology::AgentId;
@@ -153,7 +154,7 @@ impl Coordinator {
     }
 
     /// Admits a worker, unless the segment refuses it or has another worker of this number.
-    fn admit(&mut self, joiner: Waiter<WorkerJoin>) -> Option<RootInput> {
+    fn admit(&mut self, joiner: MembershipWaiter<WorkerJoin>) -> Option<RootInput> {
         let changes = self.changes.clone();
         let ring = move |worker| changes.ring(worker);
         let asks = &joiner.asks;
@@ -161,7 +162,7 @@ impl Coordinator {
             worker: asks.who.worker,
             pid: asks.pid,
             seen: asks.seen,
-            models: Models(asks.models),
+            models: ModelMask(asks.models),
             delivery: asks.delivery,
             device: asks.device.clone(),
             location: (self.host_of(joiner.agent), WorkerRoute::Agent(joiner.agent)),
@@ -276,7 +277,7 @@ impl Coordinator {
                 let now = snapshot.and_then(|one| one.digest_unless(|| threads.is_stopped()));
                 // A coordinator that has ended receives nothing.
                 if events
-                    .blocking_send(Event::Found { item, now, then })
+                    .blocking_send(CoordinatorEvent::Found { item, now, then })
                     .is_err()
                 {
                     return;
@@ -295,7 +296,7 @@ impl Coordinator {
         items.into_iter().map(unknown).collect()
     }
 
-    fn answer_scrub(&mut self, client: u64, same: usize, mut others: Vec<scrub::Check>) {
+    fn answer_scrub(&mut self, client: u64, same: usize, mut others: Vec<scrub::ScrubCheck>) {
         let Some(answer) = self.clients.remove(&client) else {
             return;
         };
@@ -318,7 +319,7 @@ impl Coordinator {
     }
 }
 
-fn set_of(notified: &Notified) -> (u64, Vec<Item>) {
+fn set_of(notified: &NotifiedSet) -> (u64, Vec<Item>) {
     let members = notified.members.iter();
     let items = members.map(|snapshot| Item {
         model: snapshot.model(),

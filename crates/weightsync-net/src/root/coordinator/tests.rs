@@ -14,7 +14,7 @@ use weightsync_engine::{
     Expect, InitInfo, SendOptions, Sender, SenderSetup, SenderStatus, Tensors,
 };
 
-use super::Event;
+use super::CoordinatorEvent;
 use crate::link::Credentials;
 use crate::link::stream::AsyncStream;
 use crate::link::{self, Link, LinkEnd};
@@ -22,12 +22,12 @@ use crate::relay::{Item, runtime};
 use crate::root::listening::answer;
 use crate::scheme::Distributed;
 use crate::status;
-use crate::tls::Peer;
+use crate::tls::TlsPeer;
 use crate::wire::frame::BLOCK;
-use crate::wire::hello::Role;
+use crate::wire::hello::LinkRole;
 use crate::wire::message::{
-    BlockRange, Delivery, FromRoot, Message, RefusalRemedy, ToParent, ToRoot, Wanted, Welcome,
-    WorkerInstance, WorkerJoin,
+    BlockRange, Delivery, FromRoot, Message, RefusalRemedy, ToParent, ToRoot, WantedBlocks,
+    Welcome, WorkerInstance, WorkerJoin,
 };
 
 fn sender() -> (Sender, InitInfo) {
@@ -46,8 +46,8 @@ fn sender() -> (Sender, InitInfo) {
 async fn dial(info: &InitInfo) -> AsyncStream {
     let address: SocketAddr = info.endpoint().address().parse().unwrap();
     let credentials = Credentials::plain(info.endpoint().secret());
-    let peer = Peer::Sender(address.ip());
-    let dialled = link::dial(address, &credentials, peer, Role::Control).await;
+    let peer = TlsPeer::Sender(address.ip());
+    let dialled = link::dial(address, &credentials, peer, LinkRole::Control).await;
     dialled.unwrap()
 }
 
@@ -500,11 +500,11 @@ fn status_query_waits_its_turn_among_many() {
         let mut asks = TcpStream::connect(address).await.unwrap();
         let (socket, _) = listener.accept().await.unwrap();
         let socket = AsyncStream::plain(socket);
-        tokio::spawn(answer(socket, Event::Status, events, asking));
+        tokio::spawn(answer(socket, CoordinatorEvent::Status, events, asking));
         let early = timeout(Duration::from_millis(50), asks.read_u8()).await;
         assert!(early.is_err(), "it is not disconnected: {early:?}");
         drop(others);
-        let Some(Event::Status(answer)) = on_event.recv().await else {
+        let Some(CoordinatorEvent::Status(answer)) = on_event.recv().await else {
             panic!("nobody asks");
         };
         answer.send("{}".into()).unwrap();
@@ -538,10 +538,10 @@ fn sender_admits_nobody_after_goodbye() {
 async fn stuck(info: &InitInfo, run: Run, version: u64) -> AsyncStream {
     let address: SocketAddr = info.endpoint().address().parse().unwrap();
     let credentials = Credentials::plain(info.endpoint().secret());
-    let peer = Peer::Sender(address.ip());
-    let dialled = link::dial(address, &credentials, peer, Role::Bulk).await;
+    let peer = TlsPeer::Sender(address.ip());
+    let dialled = link::dial(address, &credentials, peer, LinkRole::Bulk).await;
     let mut socket = dialled.unwrap();
-    let fetch = ToParent::Fetch(Wanted {
+    let fetch = ToParent::Fetch(WantedBlocks {
         run,
         agent: 1,
         model: 0,

@@ -9,8 +9,8 @@ fn life(instance: u64) -> WorkerInstance {
     }
 }
 
-fn process(pid: u32) -> Process {
-    Process { host: [3; 16], pid }
+fn process(pid: u32) -> HostProcess {
+    HostProcess { host: [3; 16], pid }
 }
 
 /// A worker of process 50, reached by agent 1; what is had of it is a word.
@@ -214,8 +214,8 @@ fn restarted_worker_replaces_a_silent_one() {
 }
 
 /// The next life of the worker, by an agent.
-fn next_life(agent: AgentId, instance: u64) -> Waiter<u64> {
-    Waiter {
+fn next_life(agent: AgentId, instance: u64) -> MembershipWaiter<u64> {
+    MembershipWaiter {
         agent,
         who: life(instance),
         asks: instance,

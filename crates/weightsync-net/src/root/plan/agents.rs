@@ -9,8 +9,8 @@ use weightsync_core::Epoch;
 use super::holdings::Holdings;
 use super::{RootEffect, RootPlan};
 use crate::relay::Item;
-use crate::root::membership::{AgentDeparture, LinkLoss, Process};
-use crate::root::topology::{AgentId, Assigned, Endpoint, LeftParent};
+use crate::root::membership::{AgentDeparture, HostProcess, LinkLoss};
+use crate::root::topology::{AgentEndpoint, AgentId, Assigned, LeftParent};
 use crate::wire::message::{FromRoot, RefusalRemedy};
 
 /// The reason for closing the link of an agent that claims more versions than its slots can hold.
@@ -34,7 +34,7 @@ pub(crate) struct AgentRecord {
 #[derive(Debug)]
 pub(crate) struct Introduced {
     pub(crate) name: String,
-    pub(crate) process: Process,
+    pub(crate) process: HostProcess,
     pub(crate) holds: Holdings,
 }
 
@@ -61,7 +61,7 @@ impl RootPlan {
     pub(super) fn introduce(
         &mut self,
         agent: AgentId,
-        (name, process): (String, Process),
+        (name, process): (String, HostProcess),
         bulk: Option<u16>,
         seen: Epoch,
         holds: Vec<Item>,
@@ -84,7 +84,7 @@ impl RootPlan {
         let Some(known) = self.agents.get_mut(&agent) else {
             return;
         };
-        let endpoint = bulk.map(|port| Endpoint {
+        let endpoint = bulk.map(|port| AgentEndpoint {
             address: SocketAddr::new(known.from.ip(), port),
             host: process.host,
         });

@@ -4,7 +4,7 @@ use weightsync_core::digest::Digest;
 
 use super::{AgentRecord, RootEffect, RootPlan};
 use crate::relay::Item;
-use crate::root::scrub::{Asks, Checked, OWN, Round, Verdict};
+use crate::root::scrub::{Checked, CopyVerdict, OWN, Round, ScrubRequests};
 use crate::root::topology::AgentId;
 use crate::scrub;
 use crate::wire::message::FromRoot;
@@ -48,7 +48,7 @@ impl RootPlan {
 
     /// Starts these comparisons.
     fn compare(&mut self, pairs: impl IntoIterator<Item = (Item, AgentId)>) {
-        let Asks { agents, own } = self.scrubs.ask(pairs);
+        let ScrubRequests { agents, own } = self.scrubs.ask(pairs);
         for (item, agent) in agents {
             self.send(agent, FromRoot::Scrub { item });
         }
@@ -62,11 +62,13 @@ impl RootPlan {
         for one in checked {
             let Checked { item, agent, .. } = *one;
             match one.verdict {
-                Verdict::Differs { expected, got } => self.spoiled((item, agent), expected, got),
-                Verdict::Replaced | Verdict::Gone => {
+                CopyVerdict::Differs { expected, got } => {
+                    self.spoiled((item, agent), expected, got)
+                }
+                CopyVerdict::Replaced | CopyVerdict::Gone => {
                     tracing::debug!("agent {agent}'s copy of {item:?} is not compared");
                 }
-                Verdict::Same | Verdict::Unknown => {}
+                CopyVerdict::Same | CopyVerdict::Unknown => {}
             }
         }
         let mut rounds = std::mem::take(&mut self.rounds);
@@ -109,7 +111,7 @@ impl RootPlan {
     }
 
     /// A result, for the answer.
-    fn check(&self, checked: &Checked) -> scrub::Check {
+    fn check(&self, checked: &Checked) -> scrub::ScrubCheck {
         let Checked {
             item,
             agent,
@@ -120,7 +122,7 @@ impl RootPlan {
         let name = known.map_or("", |known| &known.name);
         let members = self.membership.iter();
         let workers = members.filter(|(_, _, by, _)| *by == Some(agent));
-        scrub::Check {
+        scrub::ScrubCheck {
             agent,
             name: name[..name.floor_char_boundary(NAME)].into(),
             address: one.map_or_else(String::new, |one| one.from.ip().to_string()),
@@ -129,12 +131,14 @@ impl RootPlan {
             version: item.version.0,
             workers: workers.map(|(worker, ..)| worker.0).collect(),
             verdict: match verdict {
-                Verdict::Differs { expected, got } => scrub::Verdict::Differs {
+                CopyVerdict::Differs { expected, got } => scrub::Verdict::Differs {
                     expected: expected.to_string(),
                     got: got.to_string(),
                 },
-                Verdict::Replaced => scrub::Verdict::Replaced,
-                Verdict::Same | Verdict::Unknown | Verdict::Gone => scrub::Verdict::Gone,
+                CopyVerdict::Replaced => scrub::Verdict::Replaced,
+                CopyVerdict::Same | CopyVerdict::Unknown | CopyVerdict::Gone => {
+                    scrub::Verdict::Gone
+                }
             },
         }
     }

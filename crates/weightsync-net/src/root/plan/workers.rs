@@ -7,7 +7,7 @@ use weightsync_mem::{Delivery, Departure, WorkerInstance};
 
 use super::{RootEffect, RootPlan};
 use crate::relay::Item;
-use crate::root::membership::{JoinOutcome, LeaveOutcome, Process, Waiter};
+use crate::root::membership::{HostProcess, JoinOutcome, LeaveOutcome, MembershipWaiter};
 use crate::root::topology::AgentId;
 use crate::wire::message::{FromRoot, WorkerJoin, WorkerProgress};
 
@@ -41,7 +41,7 @@ pub(crate) struct Mailbox {
 impl RootPlan {
     /// A worker asks to join. It gets its earlier membership back if it only comes by another
     /// route. Otherwise it gets a new one, or waits until it is known whether its number is free.
-    pub(super) fn join(&mut self, joiner: Waiter<WorkerJoin>) {
+    pub(super) fn join(&mut self, joiner: MembershipWaiter<WorkerJoin>) {
         let (agent, worker) = (joiner.agent, joiner.who.worker);
         match self.membership.join(agent, joiner.who) {
             JoinOutcome::Back(record) => {
@@ -71,11 +71,11 @@ impl RootPlan {
     }
 
     /// The segment has admitted a worker: it becomes a member.
-    pub(super) fn admitted(&mut self, joiner: Waiter<WorkerJoin>) {
-        let Waiter { agent, who, asks } = joiner;
+    pub(super) fn admitted(&mut self, joiner: MembershipWaiter<WorkerJoin>) {
+        let MembershipWaiter { agent, who, asks } = joiner;
         let known = self.agents.get(&agent);
         let known = known.and_then(|one| one.introduced.as_ref());
-        let process = Process {
+        let process = HostProcess {
             host: known.map_or([0; 16], |known| known.process.host),
             pid: asks.pid,
         };

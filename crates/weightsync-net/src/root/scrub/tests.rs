@@ -13,13 +13,13 @@ fn digest(byte: u8) -> Option<Digest> {
     Some(Digest([byte; 16]))
 }
 
-fn is(checked: impl IntoIterator<Item = Checked>) -> Vec<(u64, AgentId, Verdict)> {
+fn is(checked: impl IntoIterator<Item = Checked>) -> Vec<(u64, AgentId, CopyVerdict)> {
     let each = checked.into_iter();
     each.map(|one| (one.item.version.0, one.agent, one.verdict))
         .collect()
 }
 
-const DIFFERS: Verdict = Verdict::Differs {
+const DIFFERS: CopyVerdict = CopyVerdict::Differs {
     expected: Digest([7; 16]),
     got: Digest([8; 16]),
 };
@@ -31,13 +31,13 @@ fn scrub_reaches_one_verdict_in_either_order() {
     assert_eq!(asks.agents, [(item(1), 3), (item(1), 4), (item(2), 3)]);
     assert_eq!(asks.own, [item(1), item(2)], "once each");
     // Asked by another meanwhile: it is under way.
-    assert_eq!(scrubs.ask([(item(1), 3)]), Asks::default());
+    assert_eq!(scrubs.ask([(item(1), 3)]), ScrubRequests::default());
 
     assert_eq!(scrubs.digest_received(item(1), 3, digest(7)), None);
     let found = scrubs.found(item(1), digest(7), None);
     assert_eq!(
         is(found),
-        [(1, OWN, Verdict::Unknown), (1, 3, Verdict::Same)]
+        [(1, OWN, CopyVerdict::Unknown), (1, 3, CopyVerdict::Same)]
     );
     assert_eq!(
         scrubs.digest_received(item(1), 3, digest(8)),
@@ -59,14 +59,17 @@ fn comparison_ends_when_one_end_drops_the_version() {
     let found = scrubs.found(item(1), None, None);
     assert_eq!(
         is(found),
-        [(1, OWN, Verdict::Replaced), (1, 3, Verdict::Replaced)]
+        [
+            (1, OWN, CopyVerdict::Replaced),
+            (1, 3, CopyVerdict::Replaced)
+        ]
     );
     assert_eq!(scrubs.found(item(2), digest(7), None), []);
     assert_eq!(
         is(scrubs.digest_received(item(2), 3, None)),
-        [(2, 3, Verdict::Replaced)]
+        [(2, 3, CopyVerdict::Replaced)]
     );
-    assert_eq!(is(scrubs.gone(5)), [(2, 5, Verdict::Gone)]);
+    assert_eq!(is(scrubs.gone(5)), [(2, 5, CopyVerdict::Gone)]);
     assert_eq!(scrubs.gone(5), []);
     assert!(scrubs.expected.is_empty() && scrubs.asked.is_empty() && scrubs.finding.is_empty());
 }
@@ -78,7 +81,7 @@ fn scrub_compares_the_sender_with_its_publication() {
     assert_eq!(scrubs.digest_received(item(1), 3, digest(7)), None);
     let found = scrubs.found(item(1), digest(8), digest(7));
     // Others are right although the sender is not.
-    assert_eq!(is(found), [(1, OWN, DIFFERS), (1, 3, Verdict::Same)]);
+    assert_eq!(is(found), [(1, OWN, DIFFERS), (1, 3, CopyVerdict::Same)]);
     assert_eq!(
         is(scrubs.digest_received(item(1), 4, digest(8))),
         [(1, 4, DIFFERS)]
@@ -93,7 +96,7 @@ fn scrub_result_is_kept_until_the_next() {
     assert_eq!(scrubs.ask([(item(64), 3)]).own, [], "so it is");
     assert_eq!(scrubs.digest_received(item(64), 3, digest(7)), None);
     let found = scrubs.found(item(64), digest(7), None);
-    assert_eq!(is(found), [(64, 3, Verdict::Same)]);
+    assert_eq!(is(found), [(64, 3, CopyVerdict::Same)]);
     // The sender has replaced it since.
     let asks = scrubs.ask([(item(64), 4), (item(64), OWN)]);
     assert_eq!((asks.agents.len(), asks.own), (1, vec![item(64)]));
@@ -102,7 +105,7 @@ fn scrub_result_is_kept_until_the_next() {
         [(64, 4, DIFFERS)]
     );
     let found = scrubs.found(item(64), None, None);
-    assert_eq!(is(found), [(64, OWN, Verdict::Replaced)]);
+    assert_eq!(is(found), [(64, OWN, CopyVerdict::Replaced)]);
     assert!(scrubs.keep(item(128)).0);
     assert_eq!(scrubs.ask([(item(64), 5)]).own, [item(64)]);
 }
@@ -113,8 +116,11 @@ fn scrub_stops_waiting_after_two_silent_rounds() {
     for version in [64, 128, 192, 256] {
         let (_, late) = scrubs.keep(item(version));
         let expected = match version {
-            192 => vec![(64, 3, Verdict::Replaced), (64, 4, Verdict::Replaced)],
-            256 => vec![(128, 3, Verdict::Replaced)],
+            192 => vec![
+                (64, 3, CopyVerdict::Replaced),
+                (64, 4, CopyVerdict::Replaced),
+            ],
+            256 => vec![(128, 3, CopyVerdict::Replaced)],
             _ => Vec::new(),
         };
         assert_eq!(is(late), expected, "{version}");
@@ -142,9 +148,9 @@ fn scrub_answers_known_results_after_departures() {
     scrubs.ask([(item(1), 3)]);
     assert_eq!(scrubs.found(item(1), digest(7), None), []);
     assert_eq!(scrubs.ask([(item(1), OWN), (item(1), 3)]).own, [item(1)]);
-    assert_eq!(is(scrubs.gone(3)), [(1, 3, Verdict::Gone)]);
+    assert_eq!(is(scrubs.gone(3)), [(1, 3, CopyVerdict::Gone)]);
     let found = scrubs.found(item(1), digest(7), None);
-    assert_eq!(is(found), [(1, OWN, Verdict::Same)]);
+    assert_eq!(is(found), [(1, OWN, CopyVerdict::Same)]);
 }
 
 #[test]
@@ -157,7 +163,7 @@ fn scrub_waiter_gets_exactly_what_it_waits_for() {
             agent,
             verdict,
         };
-        let tell = || Check {
+        let tell = || ScrubCheck {
             agent,
             name: "host".into(),
             address: String::new(),
@@ -170,9 +176,9 @@ fn scrub_waiter_gets_exactly_what_it_waits_for() {
         round.note(&checked, tell);
         (round.waits.len(), round.same, round.others.len())
     };
-    assert_eq!(note(1, 4, Verdict::Same), (3, 0, 0), "another's");
-    assert_eq!(note(1, 3, Verdict::Same), (2, 1, 0));
-    assert_eq!(note(1, 3, Verdict::Same), (2, 1, 0), "it was noted");
-    assert_eq!(note(2, 3, Verdict::Gone), (1, 1, 1));
-    assert_eq!(note(2, OWN, Verdict::Unknown), (0, 1, 1));
+    assert_eq!(note(1, 4, CopyVerdict::Same), (3, 0, 0), "another's");
+    assert_eq!(note(1, 3, CopyVerdict::Same), (2, 1, 0));
+    assert_eq!(note(1, 3, CopyVerdict::Same), (2, 1, 0), "it was noted");
+    assert_eq!(note(2, 3, CopyVerdict::Gone), (1, 1, 1));
+    assert_eq!(note(2, OWN, CopyVerdict::Unknown), (0, 1, 1));
 }

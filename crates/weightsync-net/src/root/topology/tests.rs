@@ -1,7 +1,7 @@
 use super::*;
 
-fn address(agent: AgentId) -> Option<Endpoint> {
-    Some(Endpoint {
+fn address(agent: AgentId) -> Option<AgentEndpoint> {
+    Some(AgentEndpoint {
         address: SocketAddr::from(([10, 0, 0, agent as u8], 7)),
         host: [agent as u8; 16],
     })
@@ -323,7 +323,7 @@ fn slow_link_belongs_to_the_host_that_fetches() {
 #[test]
 fn loopback_address_serves_only_its_own_host() {
     let mut chain = Topology::new(1);
-    let near = |port| Endpoint {
+    let near = |port| AgentEndpoint {
         address: SocketAddr::from(([127, 0, 0, 1], port)),
         host: [1; 16],
     };

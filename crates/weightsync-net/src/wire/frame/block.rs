@@ -3,7 +3,8 @@
 use weightsync_core::Version;
 
 use super::{
-    BLOCK, BLOCK_HEAD_BYTES, FrameError, HEADER_BYTES, Kind, MAX_MODELS, head_of, header, number,
+    BLOCK, BLOCK_HEAD_BYTES, FrameError, FrameKind, HEADER_BYTES, MAX_MODELS, head_of, header,
+    number,
 };
 
 /// The head of a block; the block's bytes follow its frame.
@@ -49,7 +50,7 @@ impl BlockHead {
         payload[24..32].copy_from_slice(&self.crc.to_le_bytes());
         payload[32..].copy_from_slice(&self.image_bytes.to_le_bytes());
         let mut frame = [0; HEADER_BYTES + BLOCK_HEAD_BYTES];
-        frame[..HEADER_BYTES].copy_from_slice(&header(Kind::Block, &payload));
+        frame[..HEADER_BYTES].copy_from_slice(&header(FrameKind::Block, &payload));
         frame[HEADER_BYTES..].copy_from_slice(&payload);
         frame
     }
@@ -61,7 +62,7 @@ impl BlockHead {
     /// [`FrameError::Length`] if it has another length, [`FrameError::Zeros`], and
     /// [`FrameError::Block`] for a model, version, index or length that is impossible.
     pub fn decode(payload: &[u8]) -> Result<Self, FrameError> {
-        let bytes: &[u8; BLOCK_HEAD_BYTES] = head_of(Kind::Block, payload)?;
+        let bytes: &[u8; BLOCK_HEAD_BYTES] = head_of(FrameKind::Block, payload)?;
         let word = |at| number(bytes, at);
         let place = word(16);
         let head = Self {

@@ -1,6 +1,6 @@
 //! Decodes frames from a stream.
 
-use super::{FrameError, HEADER_BYTES, Header, Kind};
+use super::{FrameError, FrameHeader, FrameKind, HEADER_BYTES};
 
 /// How many bytes of buffer a [`Decoder`] keeps between frames. There may be thousands of links.
 const KEPT: usize = 4 << 10;
@@ -9,7 +9,7 @@ const KEPT: usize = 4 << 10;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Frame<'a> {
     /// The kind of the frame.
-    pub kind: Kind,
+    pub kind: FrameKind,
     /// The payload.
     pub payload: &'a [u8],
 }
@@ -20,13 +20,13 @@ pub struct Frame<'a> {
 /// it: a peer that states a length and sends nothing costs nothing.
 ///
 /// ```
-/// use weightsync_net::wire::frame::{Decoder, Kind, encode};
+/// use weightsync_net::wire::frame::{Decoder, FrameKind, encode};
 ///
 /// let mut bytes = Vec::new();
-/// encode(Kind::Control, b"first", &mut bytes)?;
-/// encode(Kind::Control, b"second", &mut bytes)?;
+/// encode(FrameKind::Control, b"first", &mut bytes)?;
+/// encode(FrameKind::Control, b"second", &mut bytes)?;
 ///
-/// let mut decoder = Decoder::new(&[Kind::Control]);
+/// let mut decoder = Decoder::new(&[FrameKind::Control]);
 /// let mut payloads = Vec::new();
 /// for mut piece in bytes.chunks(7) {
 ///     while let Some(frame) = decoder.next(&mut piece)? {
@@ -38,18 +38,18 @@ pub struct Frame<'a> {
 /// ```
 #[derive(Debug)]
 pub struct Decoder {
-    allowed: &'static [Kind],
+    allowed: &'static [FrameKind],
     head: [u8; HEADER_BYTES],
     /// How many bytes of the header have arrived.
     filled: usize,
-    header: Option<Header>,
+    header: Option<FrameHeader>,
     payload: Vec<u8>,
     failed: Option<FrameError>,
 }
 
 impl Decoder {
     /// A decoder for a direction of a link in which these kinds are valid.
-    pub fn new(allowed: &'static [Kind]) -> Self {
+    pub fn new(allowed: &'static [FrameKind]) -> Self {
         Self {
             allowed,
             head: [0; HEADER_BYTES],
@@ -65,8 +65,8 @@ impl Decoder {
     ///
     /// # Errors
     ///
-    /// Those of [`Header::decode`] and [`Header::check`]. Later calls return the same error,
-    /// because nobody knows where the next frame would begin.
+    /// Those of [`FrameHeader::decode`] and [`FrameHeader::check`]. Later calls return the same
+    /// error, because nobody knows where the next frame would begin.
     pub fn next(&mut self, input: &mut &[u8]) -> Result<Option<Frame<'_>>, FrameError> {
         if let Some(failed) = &self.failed {
             return Err(failed.clone());
@@ -90,7 +90,7 @@ impl Decoder {
         self.filled == 0
     }
 
-    fn advance(&mut self, input: &mut &[u8]) -> Result<Option<Kind>, FrameError> {
+    fn advance(&mut self, input: &mut &[u8]) -> Result<Option<FrameKind>, FrameError> {
         if self.filled < HEADER_BYTES {
             let now = take(input, HEADER_BYTES - self.filled);
             self.head[self.filled..][..now.len()].copy_from_slice(now);
@@ -107,7 +107,7 @@ impl Decoder {
                 self.payload.shrink_to(KEPT);
                 *self
                     .header
-                    .insert(Header::decode(&self.head, self.allowed)?)
+                    .insert(FrameHeader::decode(&self.head, self.allowed)?)
             }
         };
         let missing = header.len - self.payload.len();

@@ -3,7 +3,8 @@
 use weightsync_core::Version;
 
 use super::{
-    DELTA_HEAD_BYTES, FrameError, HEADER_BYTES, Kind, MAX_MODELS, SPAN, head_of, header, number,
+    DELTA_HEAD_BYTES, FrameError, FrameKind, HEADER_BYTES, MAX_MODELS, SPAN, head_of, header,
+    number,
 };
 
 /// The head of a delta; the delta's bytes follow its frame.
@@ -48,7 +49,7 @@ impl DeltaHead {
         payload[32..40].copy_from_slice(&self.crc.to_le_bytes());
         payload[40..].copy_from_slice(&self.image_bytes.to_le_bytes());
         let mut frame = [0; HEADER_BYTES + DELTA_HEAD_BYTES];
-        frame[..HEADER_BYTES].copy_from_slice(&header(Kind::Delta, &payload));
+        frame[..HEADER_BYTES].copy_from_slice(&header(FrameKind::Delta, &payload));
         frame[HEADER_BYTES..].copy_from_slice(&payload);
         frame
     }
@@ -60,7 +61,7 @@ impl DeltaHead {
     /// [`FrameError::Length`] if it has another length, [`FrameError::Zeros`], and
     /// [`FrameError::Delta`] for a model, version, base, index or length that is impossible.
     pub fn decode(payload: &[u8]) -> Result<Self, FrameError> {
-        let bytes: &[u8; DELTA_HEAD_BYTES] = head_of(Kind::Delta, payload)?;
+        let bytes: &[u8; DELTA_HEAD_BYTES] = head_of(FrameKind::Delta, payload)?;
         let word = |at| number(bytes, at);
         let place = word(24);
         let head = Self {

@@ -1,8 +1,9 @@
 //! The two ends of a handshake: they take the bytes that arrive, and return the bytes to send.
 
 use super::{
-    CLIENT_PROOF_BYTES, ClientHello, HELLO_BYTES, HelloError, MAGIC, NONCE_BYTES, Protocols, Role,
-    SERVER_PROOF_BYTES, ServerHello, Verdict, check_magic, malformed, not_weightsync,
+    CLIENT_PROOF_BYTES, ClientHello, HELLO_BYTES, HelloError, HelloVerdict, LinkRole, MAGIC,
+    NONCE_BYTES, Protocols, SERVER_PROOF_BYTES, ServerHello, check_magic, malformed,
+    not_weightsync,
 };
 use crate::access::{Key, Proof};
 
@@ -12,13 +13,13 @@ pub struct Agreed {
     /// The protocol of the link.
     pub protocol: u16,
     /// What the link is for.
-    pub role: Role,
+    pub role: LinkRole,
 }
 
 /// What to do next in a handshake.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use]
-pub struct Step {
+pub struct HandshakeStep {
     /// The bytes to send first; may be empty.
     pub send: Vec<u8>,
     /// What comes after that.
@@ -36,7 +37,7 @@ pub enum Next {
     Close(HelloError),
 }
 
-impl Step {
+impl HandshakeStep {
     fn close(error: HelloError) -> Self {
         Self::new(Vec::new(), Next::Close(error))
     }
@@ -49,9 +50,9 @@ impl Step {
 
 /// The end that connects.
 #[derive(Debug)]
-pub struct Client {
+pub struct ClientHandshake {
     key: Key,
-    role: Role,
+    role: LinkRole,
     ours: Protocols,
     hello: [u8; HELLO_BYTES],
     came: Vec<u8>,
@@ -65,11 +66,11 @@ enum ClientState {
     Over,
 }
 
-impl Client {
+impl ClientHandshake {
     /// A client, and the hello that it sends first. The nonce must be new and random.
     pub fn new(
         key: Key,
-        role: Role,
+        role: LinkRole,
         ours: Protocols,
         nonce: [u8; NONCE_BYTES],
     ) -> (Self, [u8; HELLO_BYTES]) {
@@ -91,7 +92,7 @@ impl Client {
     }
 
     /// Takes the bytes of the handshake from the front of `input`; bytes left after it are frames.
-    pub fn feed(&mut self, input: &mut &[u8]) -> Step {
+    pub fn feed(&mut self, input: &mut &[u8]) -> HandshakeStep {
         match self.state {
             ClientState::Hello => match gather_hello(&mut self.came, input) {
                 Ok(hello) => self.hello(hello),
@@ -100,10 +101,10 @@ impl Client {
             ClientState::Proof { expected, protocol } => {
                 match gather::<SERVER_PROOF_BYTES>(&mut self.came, input) {
                     Ok(proof) => self.proof(proof, expected, protocol),
-                    Err(missing) => Step::new([], Next::Read(missing)),
+                    Err(missing) => HandshakeStep::new([], Next::Read(missing)),
                 }
             }
-            ClientState::Over => Step::close(HelloError::Over),
+            ClientState::Over => HandshakeStep::close(HelloError::Over),
         }
     }
 
@@ -112,24 +113,24 @@ impl Client {
         hung_up(&self.came, matches!(self.state, ClientState::Hello))
     }
 
-    fn hello(&mut self, bytes: [u8; HELLO_BYTES]) -> Step {
+    fn hello(&mut self, bytes: [u8; HELLO_BYTES]) -> HandshakeStep {
         self.state = ClientState::Over;
         let server = match ServerHello::decode(&bytes) {
             Ok(server) => server,
-            Err(error) => return Step::close(error),
+            Err(error) => return HandshakeStep::close(error),
         };
         let (ours, theirs) = (self.ours, server.protocols);
         let protocol = match server.verdict {
-            Verdict::Busy => return Step::close(HelloError::Busy),
-            Verdict::NeedsTls => return Step::close(HelloError::NeedsTls),
-            Verdict::NoCommonProtocol => {
-                return Step::close(HelloError::NoCommonProtocol { ours, theirs });
+            HelloVerdict::Busy => return HandshakeStep::close(HelloError::Busy),
+            HelloVerdict::NeedsTls => return HandshakeStep::close(HelloError::NeedsTls),
+            HelloVerdict::NoCommonProtocol => {
+                return HandshakeStep::close(HelloError::NoCommonProtocol { ours, theirs });
             }
-            Verdict::GoOn { protocol } => protocol,
+            HelloVerdict::GoOn { protocol } => protocol,
         };
         // This end checks the choice: the server that made it has not proved itself yet.
         if ours.common(theirs) != Some(protocol) {
-            return Step::close(malformed(
+            return HandshakeStep::close(malformed(
                 "the newest protocol that both ends speak",
                 format!("protocol {protocol} of {ours} here and {theirs} there"),
             ));
@@ -137,27 +138,32 @@ impl Client {
         let proof = client_proof(&self.key, &self.hello, &bytes);
         let expected = server_proof(&self.key, &self.hello, &bytes, proof);
         self.state = ClientState::Proof { expected, protocol };
-        Step::new(proof.bytes().as_slice(), Next::Read(SERVER_PROOF_BYTES))
+        HandshakeStep::new(proof.bytes().as_slice(), Next::Read(SERVER_PROOF_BYTES))
     }
 
-    fn proof(&mut self, bytes: [u8; SERVER_PROOF_BYTES], expected: Proof, protocol: u16) -> Step {
+    fn proof(
+        &mut self,
+        bytes: [u8; SERVER_PROOF_BYTES],
+        expected: Proof,
+        protocol: u16,
+    ) -> HandshakeStep {
         self.state = ClientState::Over;
         let [verdict, proof @ ..] = bytes;
         let role = self.role;
         match verdict {
             0 if Proof::from_bytes(proof) == expected => {
-                Step::new([], Next::Done(Agreed { protocol, role }))
+                HandshakeStep::new([], Next::Done(Agreed { protocol, role }))
             }
-            0 => Step::close(HelloError::WrongServer),
-            1 => Step::close(HelloError::TokenRefused),
-            other => Step::close(malformed("a verdict of 0 or 1", other.to_string())),
+            0 => HandshakeStep::close(HelloError::WrongServer),
+            1 => HandshakeStep::close(HelloError::TokenRefused),
+            other => HandshakeStep::close(malformed("a verdict of 0 or 1", other.to_string())),
         }
     }
 }
 
 /// The end that listens.
 #[derive(Debug)]
-pub struct Server {
+pub struct ServerHandshake {
     key: Key,
     ours: Protocols,
     turns_away: Option<TurnsAway>,
@@ -187,7 +193,7 @@ enum ServerState {
     Over,
 }
 
-impl Server {
+impl ServerHandshake {
     /// A server for one client. The nonce must be new and random.
     pub fn new(
         key: Key,
@@ -206,7 +212,7 @@ impl Server {
     }
 
     /// Takes the bytes of the handshake from the front of `input`; bytes left after it are frames.
-    pub fn feed(&mut self, input: &mut &[u8]) -> Step {
+    pub fn feed(&mut self, input: &mut &[u8]) -> HandshakeStep {
         match self.state {
             ServerState::Hello => match gather_hello(&mut self.came, input) {
                 Ok(hello) => self.hello(hello),
@@ -221,9 +227,9 @@ impl Server {
                     self.state = ServerState::Over;
                     judge(Proof::from_bytes(proof) == expected, answer, agreed)
                 }
-                Err(missing) => Step::new([], Next::Read(missing)),
+                Err(missing) => HandshakeStep::new([], Next::Read(missing)),
             },
-            ServerState::Over => Step::close(HelloError::Over),
+            ServerState::Over => HandshakeStep::close(HelloError::Over),
         }
     }
 
@@ -232,11 +238,11 @@ impl Server {
         hung_up(&self.came, matches!(self.state, ServerState::Hello))
     }
 
-    fn hello(&mut self, bytes: [u8; HELLO_BYTES]) -> Step {
+    fn hello(&mut self, bytes: [u8; HELLO_BYTES]) -> HandshakeStep {
         self.state = ServerState::Over;
         let client = match ClientHello::decode(&bytes) {
             Ok(client) => client,
-            Err(error) => return Step::close(error),
+            Err(error) => return HandshakeStep::close(error),
         };
         let (ours, theirs) = (self.ours, client.protocols);
         let answer = |verdict| {
@@ -249,43 +255,46 @@ impl Server {
         };
         let Some(protocol) = ours.common(theirs) else {
             let error = HelloError::NoCommonProtocol { ours, theirs };
-            return Step::new(answer(Verdict::NoCommonProtocol), Next::Close(error));
+            return HandshakeStep::new(answer(HelloVerdict::NoCommonProtocol), Next::Close(error));
         };
         // Checked only after the protocol: a newer one may have other roles.
-        let Some(role) = Role::from_code(client.role) else {
-            return Step::close(malformed("a role of 1 to 4", client.role.to_string()));
+        let Some(role) = LinkRole::from_code(client.role) else {
+            return HandshakeStep::close(malformed("a role of 1 to 4", client.role.to_string()));
         };
         match self.turns_away {
-            Some(TurnsAway::Busy) if role == Role::Control => {
-                return Step::new(answer(Verdict::Busy), Next::Close(HelloError::TurnedAway));
+            Some(TurnsAway::Busy) if role == LinkRole::Control => {
+                return HandshakeStep::new(
+                    answer(HelloVerdict::Busy),
+                    Next::Close(HelloError::TurnedAway),
+                );
             }
             Some(TurnsAway::Plain) => {
-                return Step::new(
-                    answer(Verdict::NeedsTls),
+                return HandshakeStep::new(
+                    answer(HelloVerdict::NeedsTls),
                     Next::Close(HelloError::WithoutTls),
                 );
             }
             Some(TurnsAway::Busy) | None => {}
         }
-        let hello = answer(Verdict::GoOn { protocol });
+        let hello = answer(HelloVerdict::GoOn { protocol });
         let expected = client_proof(&self.key, &bytes, &hello);
         self.state = ServerState::Proof {
             expected,
             answer: server_proof(&self.key, &bytes, &hello, expected),
             agreed: Agreed { protocol, role },
         };
-        Step::new(hello, Next::Read(CLIENT_PROOF_BYTES))
+        HandshakeStep::new(hello, Next::Read(CLIENT_PROOF_BYTES))
     }
 }
 
-fn judge(is_proved: bool, answer: Proof, agreed: Agreed) -> Step {
+fn judge(is_proved: bool, answer: Proof, agreed: Agreed) -> HandshakeStep {
     let mut reply = [0; SERVER_PROOF_BYTES];
     if !is_proved {
         reply[0] = 1;
-        return Step::new(reply, Next::Close(HelloError::WrongToken));
+        return HandshakeStep::new(reply, Next::Close(HelloError::WrongToken));
     }
     reply[1..].copy_from_slice(answer.bytes());
-    Step::new(reply, Next::Done(agreed))
+    HandshakeStep::new(reply, Next::Done(agreed))
 }
 
 fn client_proof(key: &Key, client: &[u8; HELLO_BYTES], server: &[u8; HELLO_BYTES]) -> Proof {
@@ -313,10 +322,10 @@ fn gather<const N: usize>(came: &mut Vec<u8>, input: &mut &[u8]) -> Result<[u8; 
 }
 
 /// Collects a hello; a stranger is recognised as soon as its first bytes differ.
-fn gather_hello(came: &mut Vec<u8>, input: &mut &[u8]) -> Result<[u8; HELLO_BYTES], Step> {
+fn gather_hello(came: &mut Vec<u8>, input: &mut &[u8]) -> Result<[u8; HELLO_BYTES], HandshakeStep> {
     gather(came, input).map_err(|missing| match check_magic(came) {
-        Err(error) if came.len() >= MAGIC.len() => Step::close(error),
-        _ => Step::new([], Next::Read(missing)),
+        Err(error) if came.len() >= MAGIC.len() => HandshakeStep::close(error),
+        _ => HandshakeStep::new([], Next::Read(missing)),
     })
 }
 

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Run, Version};
 
-use super::super::frame::Kind;
+use super::super::frame::FrameKind;
 use super::check::{Check, CheckText, check_item, require, within};
 use super::{DIGEST_BYTES, MAX_DIGESTS, MAX_RANGES, MAX_TEXT, Message, MessageError, fields};
 
@@ -12,7 +12,7 @@ use super::{DIGEST_BYTES, MAX_DIGESTS, MAX_RANGES, MAX_TEXT, Message, MessageErr
 pub enum ToParent {
     /// Requests blocks of a version. The parent sends each as soon as it has it, or a delta in
     /// place of all blocks of a span, then [`ToChild::End`].
-    Fetch(Wanted),
+    Fetch(WantedBlocks),
     /// Requests the digests of a version's blocks. Only the sender answers: with
     /// [`ToChild::Digests`], in the order of the blocks, then [`ToChild::End`].
     Digests {
@@ -27,7 +27,7 @@ pub enum ToParent {
 
 /// The blocks that a child wants. The order of fields is part of the format.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Wanted {
+pub struct WantedBlocks {
     /// The run the version belongs to.
     pub run: Run,
     /// The number of the child.
@@ -81,16 +81,16 @@ impl BlockRange {
 }
 
 impl Message for ToParent {
-    const KIND: Kind = Kind::Bulk;
+    const KIND: FrameKind = FrameKind::Bulk;
 }
 
 impl Message for ToChild {
-    const KIND: Kind = Kind::Bulk;
+    const KIND: FrameKind = FrameKind::Bulk;
 }
 
 impl Check for ToParent {
     fn check(&self, _text: CheckText) -> Result<(), MessageError> {
-        let &Wanted {
+        let &WantedBlocks {
             model,
             version,
             base,

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::super::frame::Kind;
+use super::super::frame::FrameKind;
 use super::check::{Check, CheckText, within};
 use super::{MAX_JSON, MAX_SAID, MAX_TEXT, Message, MessageError, fields};
 
@@ -64,11 +64,11 @@ pub enum ToWorker {
 }
 
 impl Message for ToTrainer {
-    const KIND: Kind = Kind::Control;
+    const KIND: FrameKind = FrameKind::Control;
 }
 
 impl Message for ToWorker {
-    const KIND: Kind = Kind::Control;
+    const KIND: FrameKind = FrameKind::Control;
 }
 
 impl Check for ToTrainer {

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_mem::WorkerInstance;
 
-use super::super::frame::{Kind, MAX_MODELS};
+use super::super::frame::{FrameKind, MAX_MODELS};
 use super::check::{
     Check, CheckText, check_item, check_model, check_set, check_version, require, within,
 };
@@ -164,7 +164,7 @@ pub enum RefusalRemedy {
 }
 
 impl Message for FromRoot {
-    const KIND: Kind = Kind::Control;
+    const KIND: FrameKind = FrameKind::Control;
 }
 
 impl Check for FromRoot {

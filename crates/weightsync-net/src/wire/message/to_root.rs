@@ -5,7 +5,7 @@ use weightsync_core::digest::Digest;
 use weightsync_core::{Epoch, Run};
 use weightsync_mem::{Delivery, Want, WorkerInstance};
 
-use super::super::frame::{Kind, MAX_FRAME};
+use super::super::frame::{FrameKind, MAX_FRAME};
 use super::check::{
     Check, CheckText, check_delivery, check_item, check_items, check_set, check_want, require,
     within,
@@ -212,7 +212,7 @@ impl ToRoot {
 }
 
 impl Message for ToRoot {
-    const KIND: Kind = Kind::Control;
+    const KIND: FrameKind = FrameKind::Control;
 }
 
 impl Check for ToRoot {

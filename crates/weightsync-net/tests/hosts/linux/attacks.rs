@@ -10,10 +10,10 @@ use weightsync_core::{Epoch, Run};
 use weightsync_net::Token;
 use weightsync_net::access::Key;
 use weightsync_net::status;
-use weightsync_net::wire::frame::{self, HEADER_BYTES, Header, Kind};
-use weightsync_net::wire::hello::{Client, HELLO_BYTES, Next, Protocols, Role as LinkRole};
+use weightsync_net::wire::frame::{self, FrameHeader, FrameKind, HEADER_BYTES};
+use weightsync_net::wire::hello::{ClientHandshake, HELLO_BYTES, LinkRole, Next, Protocols};
 use weightsync_net::wire::message::{
-    BlockRange, FromRoot, Message, ToChild, ToParent, ToRoot, Wanted, Welcome,
+    BlockRange, FromRoot, Message, ToChild, ToParent, ToRoot, WantedBlocks, Welcome,
 };
 
 use super::roles::token;
@@ -148,8 +148,8 @@ fn bad_frames(root: &str, dice: &mut Dice) -> Outcome {
         LinkRole::Scrub,
     ] {
         let kind = match role {
-            LinkRole::Bulk => Kind::Bulk,
-            _ => Kind::Control,
+            LinkRole::Bulk => FrameKind::Bulk,
+            _ => FrameKind::Control,
         };
         let mut whole = Vec::new();
         frame::encode(kind, &dice.bytes(300), &mut whole)?;
@@ -158,7 +158,7 @@ fn bad_frames(root: &str, dice: &mut Dice) -> Outcome {
         let mut huge = whole.clone();
         huge[..4].copy_from_slice(&u32::MAX.to_le_bytes());
         let mut other = Vec::new();
-        frame::encode(Kind::Block, &[0; 40], &mut other)?;
+        frame::encode(FrameKind::Block, &[0; 40], &mut other)?;
         let random = dice.bytes(1000);
         let cut = whole[..100].to_vec();
         for bytes in [whole, damaged, huge, other, random, cut] {
@@ -177,7 +177,7 @@ fn huge_fetches(root: &str, dice: &mut Dice) -> Outcome {
     let (mut socket, _) = shake(dial(root)?, client(&token(), LinkRole::Bulk, dice))?;
     for _ in 0..50 {
         let status = status::ask(root, &token().secret(), None, Some(longest()))?;
-        let fetch = ToParent::Fetch(Wanted {
+        let fetch = ToParent::Fetch(WantedBlocks {
             run,
             agent: 0,
             model: 0,
@@ -190,7 +190,7 @@ fn huge_fetches(root: &str, dice: &mut Dice) -> Outcome {
             }],
         });
         socket.write_all(&fetch.frame()?)?;
-        let answer = ToChild::decode(&read_frame(&mut socket, Kind::Bulk)?)?;
+        let answer = ToChild::decode(&read_frame(&mut socket, FrameKind::Bulk)?)?;
         if !matches!(answer, ToChild::Gone { .. }) {
             return Err(format!("it answers {answer:?}").into());
         }
@@ -212,7 +212,7 @@ fn run_of(root: &str, dice: &mut Dice) -> Result<Run, Box<dyn std::error::Error>
     };
     socket.write_all(&agent.frame()?)?;
     loop {
-        let payload = read_frame(&mut socket, Kind::Control)?;
+        let payload = read_frame(&mut socket, FrameKind::Control)?;
         if let FromRoot::Welcome(Welcome { run, .. }) = FromRoot::decode(&payload)? {
             return Ok(run);
         }
@@ -221,11 +221,11 @@ fn run_of(root: &str, dice: &mut Dice) -> Result<Run, Box<dyn std::error::Error>
 
 pub(crate) fn read_frame(
     socket: &mut TcpStream,
-    kind: Kind,
+    kind: FrameKind,
 ) -> Result<Vec<u8>, Box<dyn std::error::Error>> {
     let mut header = [0; HEADER_BYTES];
     socket.read_exact(&mut header)?;
-    let header = Header::decode(&header, &[kind])?;
+    let header = FrameHeader::decode(&header, &[kind])?;
     let mut payload = vec![0; header.len];
     socket.read_exact(&mut payload)?;
     header.check(&payload)?;
@@ -250,16 +250,16 @@ fn dial(root: &str) -> io::Result<TcpStream> {
     Ok(socket)
 }
 
-fn client(token: &Token, role: LinkRole, dice: &mut Dice) -> (Client, [u8; HELLO_BYTES]) {
+fn client(token: &Token, role: LinkRole, dice: &mut Dice) -> (ClientHandshake, [u8; HELLO_BYTES]) {
     let mut nonce = [0; 32];
     nonce.copy_from_slice(&dice.bytes(32));
-    Client::new(Key::new(&token.secret()), role, Protocols::OURS, nonce)
+    ClientHandshake::new(Key::new(&token.secret()), role, Protocols::OURS, nonce)
 }
 
 /// Makes a handshake; what was said for it.
 fn shake(
     mut socket: TcpStream,
-    (mut client, hello): (Client, [u8; HELLO_BYTES]),
+    (mut client, hello): (ClientHandshake, [u8; HELLO_BYTES]),
 ) -> io::Result<(TcpStream, Vec<u8>)> {
     let mut message = hello.to_vec();
     socket.write_all(&hello)?;

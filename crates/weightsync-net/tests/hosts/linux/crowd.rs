@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use weightsync_core::Epoch;
 use weightsync_engine::{Receiver, ReceiverSetup, WorkerId};
-use weightsync_net::wire::frame::{HEADER_BYTES, Header, Kind};
-use weightsync_net::wire::hello::Role;
+use weightsync_net::wire::frame::{FrameHeader, FrameKind, HEADER_BYTES};
+use weightsync_net::wire::hello::LinkRole;
 use weightsync_net::wire::message::{
     Delivery, FromRoot, Item, Message, ToRoot, WorkerInstance, WorkerJoin, WorkerProgress,
 };
@@ -101,7 +101,7 @@ impl Agent {
         let begun = Instant::now();
         let mut socket = loop {
             // So many strangers connect at once that the oldest are disconnected.
-            match attacks::let_in(root, &token(), Role::Control, number.into()) {
+            match attacks::let_in(root, &token(), LinkRole::Control, number.into()) {
                 Ok(socket) => break socket,
                 Err(error) if begun.elapsed() > longest() => return Err(error.into()),
                 Err(_) => thread::sleep(BEAT / 10),
@@ -180,7 +180,7 @@ impl Agent {
     fn receive(&mut self) -> Result<Option<FromRoot>, Box<dyn Error>> {
         loop {
             if let Some((head, rest)) = self.inbox.split_first_chunk::<HEADER_BYTES>() {
-                let header = Header::decode(head, &[Kind::Control])?;
+                let header = FrameHeader::decode(head, &[FrameKind::Control])?;
                 if let Some(payload) = rest.get(..header.len) {
                     header.check(payload)?;
                     let message = FromRoot::decode(payload)?;

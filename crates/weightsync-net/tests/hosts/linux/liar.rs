@@ -9,8 +9,8 @@ use std::time::Duration;
 use weightsync_core::Epoch;
 use weightsync_net::access::Key;
 use weightsync_net::status;
-use weightsync_net::wire::frame::{BLOCK, BlockHead, Kind};
-use weightsync_net::wire::hello::{HELLO_BYTES, Next, Protocols, Role as LinkRole, Server};
+use weightsync_net::wire::frame::{BLOCK, BlockHead, FrameKind};
+use weightsync_net::wire::hello::{HELLO_BYTES, LinkRole, Next, Protocols, ServerHandshake};
 use weightsync_net::wire::message::{FromRoot, Message, ToChild, ToParent, ToRoot};
 
 use super::attacks::{let_in, read_frame};
@@ -142,7 +142,7 @@ pub(crate) fn lie(root: &str) -> Result<(), Box<dyn std::error::Error>> {
         }
     });
     loop {
-        let payload = read_frame(&mut link, Kind::Control)?;
+        let payload = read_frame(&mut link, FrameKind::Control)?;
         match FromRoot::decode(&payload)? {
             FromRoot::Welcome(_) => emit(&Notice::Joined),
             FromRoot::Goodbye => return Ok(()),
@@ -152,7 +152,8 @@ pub(crate) fn lie(root: &str) -> Result<(), Box<dyn std::error::Error>> {
 }
 
 fn serve(mut socket: TcpStream, bytes: u64) -> Result<(), Box<dyn std::error::Error>> {
-    let mut server = Server::new(Key::new(&token().secret()), Protocols::OURS, None, [5; 32]);
+    let mut server =
+        ServerHandshake::new(Key::new(&token().secret()), Protocols::OURS, None, [5; 32]);
     let mut wanted = HELLO_BYTES;
     loop {
         let mut input = vec![0; wanted];
@@ -166,7 +167,7 @@ fn serve(mut socket: TcpStream, bytes: u64) -> Result<(), Box<dyn std::error::Er
         }
     }
     loop {
-        let payload = read_frame(&mut socket, Kind::Bulk)?;
+        let payload = read_frame(&mut socket, FrameKind::Bulk)?;
         let ToParent::Fetch(wanted) = ToParent::decode(&payload)? else {
             return Err("it is asked for digests".into());
         };

@@ -14,7 +14,7 @@ use weightsync_engine::{
 };
 use weightsync_net::scrub::Scrub;
 use weightsync_net::status;
-use weightsync_net::tls::{Part, Tls};
+use weightsync_net::tls::{CertificateRole, Tls};
 use weightsync_net::{Deltas, Distributed, Relay, RelayEvent, Token, Verify};
 
 use super::logs::Lines;
@@ -110,7 +110,10 @@ fn train(lead: &Lead) -> Outcome {
     emit(&Notice::Ready {
         epoch: sender.run().epoch.0,
     });
-    let tls = lead.tls.as_ref().map(|path| Tls::read(path, Part::Worker));
+    let tls = lead
+        .tls
+        .as_ref()
+        .map(|path| Tls::read(path, CertificateRole::Worker));
     let tls = tls.transpose()?;
     let (sends, to_send) = mpsc::channel();
     let sending = thread::spawn(move || {

@@ -11,12 +11,12 @@ use super::wire::{Collect, Start};
 use crate::{Error, frames::Frames};
 
 pub(super) use processes::Processes;
-pub(super) use threads::Threads;
+pub(super) use threads::ThreadCrew;
 
 /// How a worker ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Ending {
+pub enum WorkerEnding {
     /// It was a process.
     Process(Exit),
     /// It was a thread, which failed or panicked with these words.
@@ -31,33 +31,33 @@ pub enum Ending {
     },
 }
 
-impl Ending {
+impl WorkerEnding {
     /// The end of its process, if it was one.
     pub fn process(&self) -> Option<&Exit> {
         match self {
-            Ending::Process(exit) => Some(exit),
-            Ending::Thread(_) => None,
-            Ending::GivenUp { exit, .. } => exit.as_ref(),
+            WorkerEnding::Process(exit) => Some(exit),
+            WorkerEnding::Thread(_) => None,
+            WorkerEnding::GivenUp { exit, .. } => exit.as_ref(),
         }
     }
 
     /// The same of a worker that was given up for a reason.
     pub(super) fn because(self, reason: String) -> Self {
         let exit = match self {
-            Ending::Process(exit) => Some(exit),
-            Ending::Thread(_) => None,
-            Ending::GivenUp { exit, .. } => exit,
+            WorkerEnding::Process(exit) => Some(exit),
+            WorkerEnding::Thread(_) => None,
+            WorkerEnding::GivenUp { exit, .. } => exit,
         };
-        Ending::GivenUp { reason, exit }
+        WorkerEnding::GivenUp { reason, exit }
     }
 }
 
-impl fmt::Display for Ending {
+impl fmt::Display for WorkerEnding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Ending::Process(exit) => exit.fmt(f),
-            Ending::Thread(words) => write!(f, "its thread ended: {words}"),
-            Ending::GivenUp { reason, exit } => match exit {
+            WorkerEnding::Process(exit) => exit.fmt(f),
+            WorkerEnding::Thread(words) => write!(f, "its thread ended: {words}"),
+            WorkerEnding::GivenUp { reason, exit } => match exit {
                 Some(exit) => write!(f, "{reason}: {exit}"),
                 None => write!(f, "{reason}; its thread was left alone"),
             },
@@ -73,7 +73,7 @@ pub(super) enum Heard {
     /// Bytes that mean nothing, for this reason.
     Nonsense(String),
     /// It has ended. What is heard afterwards is from another in its place.
-    Ended(Ending),
+    Ended(WorkerEnding),
 }
 
 impl Heard {

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use weightsync_engine::worker::{Event, Restart, Spawn, WorkerError, Workers};
 
-use super::{Crew, Ending, Heard};
+use super::{Crew, Heard, WorkerEnding};
 use crate::{
     Error,
     collector::{
@@ -64,7 +64,7 @@ impl Crew for Processes {
                 }
                 Err(error) => Heard::Nonsense(error.to_string()),
             },
-            Event::Exited(exit) => Heard::Ended(Ending::Process(exit)),
+            Event::Exited(exit) => Heard::Ended(WorkerEnding::Process(exit)),
             other => Heard::Nonsense(format!("it says {other:?}")),
         };
         Some((worker, heard))

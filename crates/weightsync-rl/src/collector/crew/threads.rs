@@ -9,11 +9,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Crew, Ending, Heard};
+use super::{Crew, Heard, WorkerEnding};
 use crate::{
     Error,
     collector::{
-        serve::{self, Live, Port},
+        serve::{self, LiveWeights, Port},
         wire::{Collect, Start},
     },
     frames::Frames,
@@ -27,8 +27,8 @@ const SHUTDOWN: Duration = Duration::from_secs(2);
 /// The channels have no bound of their own: a worker owes two parts at most, and
 /// answers each request once.
 #[derive(Debug)]
-pub(in crate::collector) struct Threads {
-    places: Vec<Place>,
+pub(in crate::collector) struct ThreadCrew {
+    places: Vec<ThreadSlot>,
     /// They have been told to end, and nothing that they say counts any more.
     left_alone: Vec<(Number, JoinHandle<()>)>,
     threads: Number,
@@ -40,25 +40,25 @@ pub(in crate::collector) struct Threads {
 type Number = u64;
 
 #[derive(Debug, Default)]
-struct Place {
+struct ThreadSlot {
     /// Of the thread that is listened to.
     number: Number,
-    running: Option<Running>,
+    running: Option<RunningThread>,
 }
 
 #[derive(Debug)]
-struct Running {
+struct RunningThread {
     ask: Sender<Collect>,
-    live: Arc<Live>,
+    live: Arc<LiveWeights>,
     thread: JoinHandle<()>,
 }
 
-impl Threads {
+impl ThreadCrew {
     /// Starts one thread for each of `starts`.
     pub fn start(starts: Vec<Start>) -> Result<Self, Error> {
         let (tell, heard) = channel();
         let mut threads = Self {
-            places: starts.iter().map(|_| Place::default()).collect(),
+            places: starts.iter().map(|_| ThreadSlot::default()).collect(),
             left_alone: Vec::new(),
             threads: 0,
             tell,
@@ -97,7 +97,7 @@ impl Threads {
     }
 }
 
-impl Crew for Threads {
+impl Crew for ThreadCrew {
     fn ask(&mut self, worker: usize, request: &Collect, _: Option<Duration>) -> Result<(), Error> {
         if let Some(running) = &self.places[worker].running {
             // An error means that it has ended, which is heard.
@@ -127,9 +127,9 @@ impl Crew for Threads {
 
     fn restart(&mut self, worker: usize, start: Start) -> Result<u32, Error> {
         let (ask, requests) = channel();
-        let live = Arc::<Live>::default();
+        let live = Arc::<LiveWeights>::default();
         let number = self.next_number();
-        let port = Channel {
+        let port = ThreadChannel {
             worker,
             number,
             requests,
@@ -140,8 +140,8 @@ impl Crew for Threads {
             .name(format!("ws-collect-{worker}"))
             .spawn(move || port.run(start))
             .map_err(|reason| Error::Thread { reason })?;
-        let running = Some(Running { ask, live, thread });
-        self.places[worker] = Place { number, running };
+        let running = Some(RunningThread { ask, live, thread });
+        self.places[worker] = ThreadSlot { number, running };
         Ok(std::process::id())
     }
 
@@ -153,7 +153,7 @@ impl Crew for Threads {
             running.live.give_up();
             let before = std::mem::replace(&mut place.number, number);
             self.left_alone.push((before, running.thread));
-            let ended = Heard::Ended(Ending::Thread("it was left alone".into()));
+            let ended = Heard::Ended(WorkerEnding::Thread("it was left alone".into()));
             // It is listened to here.
             let _ = self.tell.send((worker, number, ended));
         }
@@ -181,35 +181,35 @@ impl Crew for Threads {
     }
 }
 
-impl Drop for Threads {
+impl Drop for ThreadCrew {
     fn drop(&mut self) {
         self.shutdown();
     }
 }
 
 /// A worker thread's way to and from its trainer.
-struct Channel {
+struct ThreadChannel {
     worker: usize,
     number: Number,
     requests: Receiver<Collect>,
-    live: Arc<Live>,
+    live: Arc<LiveWeights>,
     tell: Sender<(usize, Number, Heard)>,
 }
 
-impl Channel {
+impl ThreadChannel {
     fn run(self, start: Start) {
         let words = match catch_unwind(AssertUnwindSafe(|| serve::work(&self, start, &self.live))) {
             Ok(Ok(())) => "nothing more was asked of it".into(),
             Ok(Err(error)) => error.to_string(),
             Err(panic) => words(&*panic),
         };
-        let ended = Heard::Ended(Ending::Thread(words));
+        let ended = Heard::Ended(WorkerEnding::Thread(words));
         // The trainer may have left.
         let _ = self.tell.send((self.worker, self.number, ended));
     }
 }
 
-impl Port for Channel {
+impl Port for ThreadChannel {
     fn index(&self) -> usize {
         self.worker
     }
@@ -238,7 +238,7 @@ fn words(panic: &(dyn Any + Send)) -> String {
 mod tests {
     use weightsync_engine::{Sender, SenderSetup, Tensors};
 
-    use super::{Collect, Crew, Ending, Heard, Start, Threads, words};
+    use super::{Collect, Crew, Heard, Start, ThreadCrew, WorkerEnding, words};
     use crate::{collector::Task, rollout::RolloutOptions};
 
     fn sender() -> Sender {
@@ -277,12 +277,12 @@ mod tests {
         let sender = sender();
         // Its weights are for another task.
         let start = start(&sender, Task::Acrobot);
-        let mut threads = Threads::start(vec![start.clone()]).unwrap();
+        let mut threads = ThreadCrew::start(vec![start.clone()]).unwrap();
         for _ in 0..2 {
             assert_eq!(threads.pid(0), Some(std::process::id()));
             threads.ask(0, &request(1), None).unwrap();
             match threads.hear(None) {
-                Some((0, Heard::Ended(Ending::Thread(words)))) => {
+                Some((0, Heard::Ended(WorkerEnding::Thread(words)))) => {
                     assert!(words.contains("actor.0.weight"), "{words}");
                 }
                 other => panic!("{other:?}"),
@@ -296,7 +296,7 @@ mod tests {
     fn a_thread_that_hangs_is_left_alone() {
         let sender = sender();
         let start = start(&sender, Task::CartPole);
-        let mut threads = Threads::start(vec![start.clone()]).unwrap();
+        let mut threads = ThreadCrew::start(vec![start.clone()]).unwrap();
         let delivered = |heard| matches!(heard, Some((0, Heard::Frames { ticket: 1, .. })));
         // Nobody sends version 2, and what is asked for afterwards counts for nothing.
         for version in [1, 2, 1] {
@@ -325,7 +325,7 @@ mod tests {
             weights: setup.init_info(),
             ..start(&sender(), Task::CartPole)
         };
-        let mut threads = Threads::start(vec![start]).unwrap();
+        let mut threads = ThreadCrew::start(vec![start]).unwrap();
         threads.kill(0).unwrap();
         threads.shutdown();
         assert!(threads.left_alone.is_empty());

@@ -56,7 +56,7 @@ impl World {
                 next.push(self.with(|world| {
                     world.is_wanted = true;
                     let (goal, version) = (world.goal, world.version);
-                    world.hear(Event::Begin { goal, version }, None, startable);
+                    world.hear(ScheduleEvent::Begin { goal, version }, None, startable);
                 }));
             }
             next.push(self.with(|world| world.version += 1));
@@ -72,7 +72,7 @@ impl World {
                 for oldest in BTreeSet::from([version, self.version]) {
                     next.push(self.with(|world| {
                         world.workers[worker].as_mut().unwrap().remove(0);
-                        let part = Event::Part {
+                        let part = ScheduleEvent::Part {
                             worker,
                             ticket,
                             oldest,
@@ -81,11 +81,11 @@ impl World {
                     }));
                 }
             }
-            next.push(self.with(|world| world.hear(Event::Failed { worker }, None, true)));
+            next.push(self.with(|world| world.hear(ScheduleEvent::Failed { worker }, None, true)));
             for startable in [true, false] {
                 next.push(self.with(|world| {
                     world.workers[worker] = None;
-                    world.hear(Event::Ended { worker }, None, startable);
+                    world.hear(ScheduleEvent::Ended { worker }, None, startable);
                 }));
             }
         }
@@ -100,26 +100,27 @@ impl World {
     }
 
     /// Steps the schedule and performs what it decides, as the collector does.
-    fn hear(&mut self, event: Event, heard: Heard, startable: bool) {
+    fn hear(&mut self, event: ScheduleEvent, heard: Heard, startable: bool) {
         let mut effects: std::collections::VecDeque<_> = self.schedule.step(event).into();
         let (mut whole, mut failed) = (false, false);
         while let Some(effect) = effects.pop_front() {
             match effect {
-                Effect::Ask { worker, ticket, .. } if failed => {
-                    self.schedule.step(Event::NotAsked { worker, ticket });
+                ScheduleEffect::Ask { worker, ticket, .. } if failed => {
+                    self.schedule
+                        .step(ScheduleEvent::NotAsked { worker, ticket });
                 }
-                Effect::Start { .. } | Effect::Kill { .. } if failed => {}
-                Effect::Start { worker } => {
+                ScheduleEffect::Start { .. } | ScheduleEffect::Kill { .. } if failed => {}
+                ScheduleEffect::Start { worker } => {
                     assert_eq!(self.workers[worker], None, "it runs: {effect:?}");
                     if startable {
                         self.abandoned.remove(&worker);
                         self.workers[worker] = Some(Vec::new());
-                        effects.extend(self.schedule.step(Event::Started { worker }));
+                        effects.extend(self.schedule.step(ScheduleEvent::Started { worker }));
                     } else {
                         failed = true;
                     }
                 }
-                Effect::Ask {
+                ScheduleEffect::Ask {
                     worker,
                     ticket,
                     version,
@@ -130,11 +131,11 @@ impl World {
                     requests.push((ticket, version));
                     assert!(requests.len() <= AHEAD, "they pile up: {requests:?}");
                 }
-                Effect::Kill { worker } => {
+                ScheduleEffect::Kill { worker } => {
                     self.workers[worker] = None;
-                    effects.extend(self.schedule.step(Event::Ended { worker }));
+                    effects.extend(self.schedule.step(ScheduleEvent::Ended { worker }));
                 }
-                Effect::Keep { worker } => {
+                ScheduleEffect::Keep { worker } => {
                     let (asked, oldest) = heard.expect("a part");
                     if self.goal == Goal::Anyone {
                         let most = self.max_staleness.unwrap_or(u64::MAX);
@@ -142,25 +143,25 @@ impl World {
                     }
                     self.kept.push((worker, asked));
                 }
-                Effect::Discard { stale, .. } => {
+                ScheduleEffect::Discard { stale, .. } => {
                     let (_, oldest) = heard.expect("a part");
                     let most = self.max_staleness.unwrap_or(u64::MAX);
                     assert!(!stale || self.version - oldest > most, "young enough");
                     assert!(stale || self.goal != Goal::Anyone, "nothing is lost");
                 }
-                Effect::Clear { worker } => {
+                ScheduleEffect::Clear { worker } => {
                     let kept = self.kept.iter().position(|(kept, _)| *kept == worker);
                     let (_, version) = self.kept.remove(kept.expect("a part of it"));
                     assert_ne!(version, self.version, "of use yet");
                 }
-                Effect::Deliver => whole = true,
-                Effect::Abandon { worker, deaths } => {
+                ScheduleEffect::Deliver => whole = true,
+                ScheduleEffect::Abandon { worker, deaths } => {
                     assert_eq!((self.goal, &self.workers[worker]), (Goal::Anyone, &None));
                     assert!(deaths > MAX_DEATHS);
                     assert!(self.workers.iter().any(Option::is_some), "none is left");
                     self.abandoned.insert(worker);
                 }
-                Effect::GiveUp { worker, deaths } => {
+                ScheduleEffect::GiveUp { worker, deaths } => {
                     assert_eq!(self.workers[worker], None);
                     assert!(deaths > MAX_DEATHS);
                     let lives = self.workers.iter().any(Option::is_some);
@@ -239,18 +240,18 @@ fn first_come_is_first_served_in_every_order() {
 fn a_worker_that_keeps_dying_is_given_up() {
     let mut schedule = Schedule::new(1, Rules::default());
     let (goal, version) = (Goal::Everyone, 1);
-    schedule.step(Event::Begin { goal, version });
+    schedule.step(ScheduleEvent::Begin { goal, version });
     for _ in 0..MAX_DEATHS {
-        let effects = schedule.step(Event::Ended { worker: 0 });
-        assert_eq!(effects, [Effect::Start { worker: 0 }]);
-        schedule.step(Event::Started { worker: 0 });
+        let effects = schedule.step(ScheduleEvent::Ended { worker: 0 });
+        assert_eq!(effects, [ScheduleEffect::Start { worker: 0 }]);
+        schedule.step(ScheduleEvent::Started { worker: 0 });
     }
     let deaths = MAX_DEATHS + 1;
-    let effects = schedule.step(Event::Ended { worker: 0 });
-    assert_eq!(effects, [Effect::GiveUp { worker: 0, deaths }]);
+    let effects = schedule.step(ScheduleEvent::Ended { worker: 0 });
+    assert_eq!(effects, [ScheduleEffect::GiveUp { worker: 0, deaths }]);
     // The next batch tries again.
-    let effects = schedule.step(Event::Begin { goal, version });
-    assert_eq!(effects, [Effect::Start { worker: 0 }]);
+    let effects = schedule.step(ScheduleEvent::Begin { goal, version });
+    assert_eq!(effects, [ScheduleEffect::Start { worker: 0 }]);
 }
 
 #[test]
@@ -258,7 +259,7 @@ fn what_was_asked_for_is_not_asked_for_again() {
     let mut schedule = Schedule::new(2, Rules::default());
     let begin = |schedule: &mut Schedule, version| {
         let goal = Goal::Everyone;
-        schedule.step(Event::Begin { goal, version })
+        schedule.step(ScheduleEvent::Begin { goal, version })
     };
     let first = asked(&begin(&mut schedule, 1));
     part(&mut schedule, 0, first[0].1);
@@ -266,7 +267,7 @@ fn what_was_asked_for_is_not_asked_for_again() {
     assert_eq!(begin(&mut schedule, 1), []);
     // Other weights: neither counts.
     let effects = begin(&mut schedule, 2);
-    assert_eq!(effects[0], Effect::Clear { worker: 0 });
+    assert_eq!(effects[0], ScheduleEffect::Clear { worker: 0 });
     let second = asked(&effects);
     assert_eq!(second.len(), 2);
     // Worker 1 owes two parts, and is asked for a third once it has delivered one.
@@ -274,7 +275,7 @@ fn what_was_asked_for_is_not_asked_for_again() {
     assert_eq!(third.len(), 1, "worker 0 alone");
     let effects = part(&mut schedule, 1, first[1].1);
     let stale = false;
-    assert_eq!(effects[0], Effect::Discard { worker: 1, stale });
+    assert_eq!(effects[0], ScheduleEffect::Discard { worker: 1, stale });
     let last = asked(&effects);
     assert_eq!(last.len(), 1);
     part(&mut schedule, 1, second[1].1);
@@ -288,23 +289,32 @@ fn a_worker_that_keeps_dying_is_abandoned() {
     let (goal, version) = (Goal::Anyone, 1);
     let die = |schedule: &mut Schedule, worker| {
         for _ in 0..MAX_DEATHS {
-            let effects = schedule.step(Event::Ended { worker });
-            assert_eq!(effects, [Effect::Start { worker }]);
-            schedule.step(Event::Started { worker });
+            let effects = schedule.step(ScheduleEvent::Ended { worker });
+            assert_eq!(effects, [ScheduleEffect::Start { worker }]);
+            schedule.step(ScheduleEvent::Started { worker });
         }
-        schedule.step(Event::Ended { worker })
+        schedule.step(ScheduleEvent::Ended { worker })
     };
-    schedule.step(Event::Begin { goal, version });
+    schedule.step(ScheduleEvent::Begin { goal, version });
     let (worker, deaths) = (0, MAX_DEATHS + 1);
-    assert_eq!(die(&mut schedule, 0), [Effect::Abandon { worker, deaths }]);
+    assert_eq!(
+        die(&mut schedule, 0),
+        [ScheduleEffect::Abandon { worker, deaths }]
+    );
     assert!(schedule.missing().eq([1]));
     // The next batch does without it, and asks nobody for more than before.
-    assert_eq!(schedule.step(Event::Begin { goal, version }), []);
+    assert_eq!(schedule.step(ScheduleEvent::Begin { goal, version }), []);
     let worker = 1;
-    assert_eq!(die(&mut schedule, 1), [Effect::GiveUp { worker, deaths }]);
+    assert_eq!(
+        die(&mut schedule, 1),
+        [ScheduleEffect::GiveUp { worker, deaths }]
+    );
     // The last one has failed, too: the next batch tries all again.
-    let effects = schedule.step(Event::Begin { goal, version });
-    assert_eq!(effects, [0, 1].map(|worker| Effect::Start { worker }));
+    let effects = schedule.step(ScheduleEvent::Begin { goal, version });
+    assert_eq!(
+        effects,
+        [0, 1].map(|worker| ScheduleEffect::Start { worker })
+    );
 }
 
 #[test]
@@ -319,7 +329,7 @@ fn the_first_frames_are_drawn_evenly() {
     let random: Vec<bool> = (0..3)
         .map(|_| {
             let (goal, version) = (Goal::Everyone, 1);
-            let asked = asked(&schedule.step(Event::Begin { goal, version }));
+            let asked = asked(&schedule.step(ScheduleEvent::Begin { goal, version }));
             for (worker, ticket, random) in &asked {
                 assert_eq!(*random, asked[0].2);
                 part(&mut schedule, *worker, *ticket);
@@ -332,7 +342,7 @@ fn the_first_frames_are_drawn_evenly() {
     // First come, first served: every worker begins with them.
     let mut schedule = Schedule::new(2, rules);
     let (goal, version) = (Goal::Anyone, 1);
-    let first = asked(&schedule.step(Event::Begin { goal, version }));
+    let first = asked(&schedule.step(ScheduleEvent::Begin { goal, version }));
     let random: Vec<bool> = first.iter().map(|ask| ask.2).collect();
     assert_eq!(random, [true; 4]);
     let next = asked(&part(&mut schedule, first[0].0, first[0].1));
@@ -341,9 +351,9 @@ fn the_first_frames_are_drawn_evenly() {
     assert!(!next[0].2, "30 are");
 }
 
-fn part(schedule: &mut Schedule, worker: usize, ticket: u64) -> Vec<Effect> {
+fn part(schedule: &mut Schedule, worker: usize, ticket: u64) -> Vec<ScheduleEffect> {
     let oldest = 1;
-    schedule.step(Event::Part {
+    schedule.step(ScheduleEvent::Part {
         worker,
         ticket,
         oldest,
@@ -351,9 +361,9 @@ fn part(schedule: &mut Schedule, worker: usize, ticket: u64) -> Vec<Effect> {
 }
 
 /// Worker, ticket, and whether actions are drawn evenly.
-fn asked(effects: &[Effect]) -> Vec<(usize, u64, bool)> {
-    let ask = |effect: &Effect| match *effect {
-        Effect::Ask {
+fn asked(effects: &[ScheduleEffect]) -> Vec<(usize, u64, bool)> {
+    let ask = |effect: &ScheduleEffect| match *effect {
+        ScheduleEffect::Ask {
             worker,
             ticket,
             random,

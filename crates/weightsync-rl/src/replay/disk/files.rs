@@ -3,7 +3,7 @@
 //! | file | has |
 //! |---|---|
 //! | `schema.json` | the format, the capacity and the columns; written last |
-//! | `header` | which frames are there ([`Header`](super::header::Header)) |
+//! | `header` | which frames are there ([`RingHeader`]) |
 //! | `stamps` | a checksum per row, `U64` little-endian |
 //! | `column-0`, `column-1`, … | the columns, a row behind the other |
 //! | `lock` | nothing: it is locked as long as the buffer is open |
@@ -20,7 +20,7 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use weightsync_engine::files::{OpenDir, PLAIN, replace};
 
-use super::header::{HEADER_BYTES, Header, Writer};
+use super::header::{HEADER_BYTES, HeaderWriter, RingHeader};
 use crate::{
     Error,
     replay::{Column, Schema},
@@ -36,7 +36,7 @@ const SCHEMA: &str = "schema.json";
 
 /// Which file, by its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::replay) enum Part {
+pub(in crate::replay) enum FileKind {
     Header,
     Stamps,
     Column(usize),
@@ -59,12 +59,12 @@ pub(in crate::replay) struct Files {
 #[cfg(test)]
 #[derive(Clone, Debug)]
 pub(super) enum Op {
-    Write(Part, u64, Vec<u8>),
-    Sync(Part),
+    Write(FileKind, u64, Vec<u8>),
+    Sync(FileKind),
 }
 
 /// How a directory was found.
-pub(in crate::replay) enum Found {
+pub(in crate::replay) enum DirectoryContents {
     /// It had no buffer, and its files are all zeros now.
     New,
     /// Its files have so many whole rows each: all, unless one was cut.
@@ -73,7 +73,7 @@ pub(in crate::replay) enum Found {
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Description {
+struct RingDescription {
     format: u32,
     capacity: u64,
     columns: Vec<Column>,
@@ -91,7 +91,11 @@ pub(in crate::replay) fn schema_of(dir: &Path) -> Result<Option<(Schema, usize)>
 
 impl Files {
     /// Opens a directory's files, and makes them where there are none.
-    pub fn open(dir: &Path, schema: &Schema, capacity: usize) -> Result<(Self, Found), Error> {
+    pub fn open(
+        dir: &Path,
+        schema: &Schema,
+        capacity: usize,
+    ) -> Result<(Self, DirectoryContents), Error> {
         fs::create_dir_all(dir).map_err(failed("create", dir))?;
         let lock = lock(dir)?;
         let found = described(dir)?;
@@ -100,7 +104,7 @@ impl Files {
         }
         let is_new = found.is_none();
         let at = OpenDir::open(dir).map_err(failed("open", dir))?;
-        let file = |part: Part| -> Result<File, Error> {
+        let file = |part: FileKind| -> Result<File, Error> {
             let path = path_of(dir, part);
             let name = path.file_name().unwrap_or_default();
             let file = match is_new {
@@ -110,8 +114,8 @@ impl Files {
             file.map_err(failed("open", &path))
         };
         if is_new {
-            let parts = (0..schema.columns().len()).map(Part::Column);
-            let parts: Vec<_> = parts.chain([Part::Stamps, Part::Header]).collect();
+            let parts = (0..schema.columns().len()).map(FileKind::Column);
+            let parts: Vec<_> = parts.chain([FileKind::Stamps, FileKind::Header]).collect();
             let opened = parts
                 .into_iter()
                 .map(|part| Ok((file(part)?, path_of(dir, part))));
@@ -125,7 +129,7 @@ impl Files {
             }
         }
         let mut rows = capacity;
-        let mut open = |part: Part, row_bytes: usize| {
+        let mut open = |part: FileKind, row_bytes: usize| {
             let path = path_of(dir, part);
             let file = file(part)?;
             let len = file.metadata().map_err(failed("look at", &path))?.len();
@@ -137,13 +141,13 @@ impl Files {
             }
             Ok(file)
         };
-        let stamps = open(Part::Stamps, 8)?;
+        let stamps = open(FileKind::Stamps, 8)?;
         let bytes = schema.all_frame_bytes().iter().enumerate();
         let columns = bytes
-            .map(|(column, &bytes)| open(Part::Column(column), bytes))
+            .map(|(column, &bytes)| open(FileKind::Column(column), bytes))
             .collect::<Result<_, Error>>()?;
-        let path = path_of(dir, Part::Header);
-        let header = file(Part::Header)?;
+        let path = path_of(dir, FileKind::Header);
+        let header = file(FileKind::Header)?;
         if is_new {
             let whole = header.set_len(HEADER_BYTES as u64);
             whole.map_err(failed("lengthen", &path))?;
@@ -158,9 +162,9 @@ impl Files {
             log: Default::default(),
         };
         let found = if is_new {
-            Found::New
+            DirectoryContents::New
         } else {
-            Found::Rows(rows)
+            DirectoryContents::Rows(rows)
         };
         Ok((files, found))
     }
@@ -168,12 +172,12 @@ impl Files {
     /// Makes a new directory's files last, and with them their buffer: from
     /// here on the directory has a schema.
     pub fn describe(&self, schema: &Schema, capacity: usize) -> Result<(), Error> {
-        let parts = (0..self.columns.len()).map(Part::Column);
-        for part in parts.chain([Part::Stamps, Part::Header]) {
+        let parts = (0..self.columns.len()).map(FileKind::Column);
+        for part in parts.chain([FileKind::Stamps, FileKind::Header]) {
             let synced = self.file(part).sync_all();
             synced.map_err(self.failed("sync", part))?;
         }
-        let description = Description {
+        let description = RingDescription {
             format: FORMAT,
             capacity: capacity as u64,
             columns: schema.columns().to_vec(),
@@ -194,7 +198,7 @@ impl Files {
                 Err(self.damaged_header("it is cut"))
             }
             done => done
-                .map_err(self.failed("read", Part::Header))
+                .map_err(self.failed("read", FileKind::Header))
                 .map(|()| bytes),
         }
     }
@@ -202,7 +206,7 @@ impl Files {
     /// The error of a header that says nothing.
     pub fn damaged_header(&self, reason: &str) -> Error {
         Error::ReplayBufferDamaged {
-            path: path_of(&self.dir, Part::Header),
+            path: path_of(&self.dir, FileKind::Header),
             reason: reason.to_owned(),
         }
     }
@@ -212,12 +216,12 @@ impl Files {
         failed("flush, as it failed before,", &self.dir)(kind.into())
     }
 
-    pub fn read(&self, part: Part, offset: u64, out: &mut [u8]) -> Result<(), Error> {
+    pub fn read(&self, part: FileKind, offset: u64, out: &mut [u8]) -> Result<(), Error> {
         let read = self.file(part).read_exact_at(out, offset);
         read.map_err(self.failed("read", part))
     }
 
-    pub fn write(&self, part: Part, offset: u64, bytes: &[u8]) -> Result<(), Error> {
+    pub fn write(&self, part: FileKind, offset: u64, bytes: &[u8]) -> Result<(), Error> {
         #[cfg(test)]
         self.note(Op::Write(part, offset, bytes.to_vec()));
         let written = self.file(part).write_all_at(bytes, offset);
@@ -225,7 +229,7 @@ impl Files {
     }
 
     /// Waits until what was written to a file is on the disk.
-    pub fn sync(&self, part: Part) -> Result<(), Error> {
+    pub fn sync(&self, part: FileKind) -> Result<(), Error> {
         let synced = self.file(part).sync_data();
         synced.map_err(self.failed("sync", part))?;
         #[cfg(test)]
@@ -235,20 +239,20 @@ impl Files {
 
     /// The same for all frames.
     pub fn sync_frames(&self) -> Result<(), Error> {
-        let mut parts = (0..self.columns.len()).map(Part::Column);
+        let mut parts = (0..self.columns.len()).map(FileKind::Column);
         parts.try_for_each(|part| self.sync(part))?;
-        self.sync(Part::Stamps)
+        self.sync(FileKind::Stamps)
     }
 
-    fn file(&self, part: Part) -> &File {
+    fn file(&self, part: FileKind) -> &File {
         match part {
-            Part::Header => &self.header,
-            Part::Stamps => &self.stamps,
-            Part::Column(column) => &self.columns[column],
+            FileKind::Header => &self.header,
+            FileKind::Stamps => &self.stamps,
+            FileKind::Column(column) => &self.columns[column],
         }
     }
 
-    fn failed(&self, attempt: &'static str, part: Part) -> impl FnOnce(io::Error) -> Error {
+    fn failed(&self, attempt: &'static str, part: FileKind) -> impl FnOnce(io::Error) -> Error {
         failed(attempt, &path_of(&self.dir, part))
     }
 
@@ -259,11 +263,11 @@ impl Files {
 }
 
 /// Where a directory has a file.
-pub(super) fn path_of(dir: &Path, part: Part) -> PathBuf {
+pub(super) fn path_of(dir: &Path, part: FileKind) -> PathBuf {
     match part {
-        Part::Header => dir.join("header"),
-        Part::Stamps => dir.join("stamps"),
-        Part::Column(column) => dir.join(format!("column-{column}")),
+        FileKind::Header => dir.join("header"),
+        FileKind::Stamps => dir.join("stamps"),
+        FileKind::Column(column) => dir.join(format!("column-{column}")),
     }
 }
 
@@ -288,8 +292,8 @@ fn refuse_data(file: &File, path: &Path) -> Result<(), Error> {
         let len = file.metadata()?.len();
         if len == HEADER_BYTES as u64 {
             file.read_exact_at(&mut header, 0)?;
-            let said = Writer::read(&header, u64::MAX);
-            if said.is_some_and(|(_, header)| header == Header::default()) {
+            let said = HeaderWriter::read(&header, u64::MAX);
+            if said.is_some_and(|(_, header)| header == RingHeader::default()) {
                 return Ok(true);
             }
         }
@@ -327,7 +331,7 @@ fn lock(dir: &Path) -> Result<File, Error> {
 }
 
 /// What a directory says it has; none if no buffer was finished there.
-fn described(dir: &Path) -> Result<Option<Description>, Error> {
+fn described(dir: &Path) -> Result<Option<RingDescription>, Error> {
     let path = dir.join(SCHEMA);
     let mut text = Vec::new();
     match OpenDir::open(dir).and_then(|dir| dir.file(SCHEMA)) {
@@ -341,7 +345,7 @@ fn described(dir: &Path) -> Result<Option<Description>, Error> {
         path: path.clone(),
         reason,
     };
-    let found: Description =
+    let found: RingDescription =
         serde_json::from_slice(&text).map_err(|error| damaged(error.to_string()))?;
     if found.format != FORMAT {
         return Err(damaged(format!(
@@ -353,7 +357,12 @@ fn described(dir: &Path) -> Result<Option<Description>, Error> {
 }
 
 /// Refuses a buffer that is not the one asked for.
-fn compare(dir: &Path, found: &Description, schema: &Schema, capacity: usize) -> Result<(), Error> {
+fn compare(
+    dir: &Path,
+    found: &RingDescription,
+    schema: &Schema,
+    capacity: usize,
+) -> Result<(), Error> {
     let other = |expected: String, got: String| Error::OtherReplayBuffer {
         path: dir.to_owned(),
         expected,

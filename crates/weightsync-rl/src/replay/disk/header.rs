@@ -14,8 +14,8 @@ const WORDS: usize = 8;
 /// `wsreplay`, and the version of the format.
 const MARK: u64 = u64::from_le_bytes(*b"wsrepla\x01");
 
-/// Length in bytes of a header file: two slots that [`Slots::Quick`] writes in
-/// turn, and two of [`Slots::Synced`].
+/// Length in bytes of a header file: two slots that [`HeaderSlots::Quick`] writes in
+/// turn, and two of [`HeaderSlots::Synced`].
 pub(super) const HEADER_BYTES: usize = 4 * SLOT;
 
 /// Which slots a header is written to.
@@ -24,14 +24,14 @@ pub(super) const HEADER_BYTES: usize = 4 * SLOT;
 /// may tear both quick slots. So a header that is to survive that has slots
 /// which nothing is written to before the last sync has returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Slots {
+pub(super) enum HeaderSlots {
     Quick,
     Synced,
 }
 
 /// What is in the ring, as of one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Header {
+pub(super) struct RingHeader {
     /// The oldest frame that nothing has begun to overwrite.
     pub oldest: u64,
     /// Frames with lower ids are whole.
@@ -45,7 +45,7 @@ pub(super) struct Header {
     pub reserved: u64,
 }
 
-impl Header {
+impl RingHeader {
     /// The frames that are there if no write was lost.
     pub fn live(&self) -> Range<u64> {
         self.oldest..self.committed
@@ -62,16 +62,16 @@ impl Header {
 }
 
 /// Where to write the next header, and its bytes.
-pub(super) struct Writer {
+pub(super) struct HeaderWriter {
     /// How many headers were written.
     number: u64,
     quick: usize,
     synced: usize,
 }
 
-impl Writer {
+impl HeaderWriter {
     /// Reads a header file: the newest header in it, if there is one.
-    pub fn read(file: &[u8; HEADER_BYTES], capacity: u64) -> Option<(Self, Header)> {
+    pub fn read(file: &[u8; HEADER_BYTES], capacity: u64) -> Option<(Self, RingHeader)> {
         let slots = file.chunks_exact(SLOT).map(|slot| parse(slot, capacity));
         let slots: Vec<_> = slots.collect();
         let (number, header) = slots.iter().flatten().max_by_key(|(number, _)| *number)?;
@@ -98,11 +98,11 @@ impl Writer {
     }
 
     /// The offset in bytes and the bytes that say `header`.
-    pub fn next(&mut self, header: &Header, slots: Slots) -> (u64, [u8; WORDS * 8]) {
+    pub fn next(&mut self, header: &RingHeader, slots: HeaderSlots) -> (u64, [u8; WORDS * 8]) {
         self.number += 1;
         let slot = match slots {
-            Slots::Quick => &mut self.quick,
-            Slots::Synced => &mut self.synced,
+            HeaderSlots::Quick => &mut self.quick,
+            HeaderSlots::Synced => &mut self.synced,
         };
         let offset = *slot * SLOT;
         *slot ^= 1;
@@ -126,7 +126,7 @@ impl Writer {
 }
 
 /// The number and header of a slot; none if it is torn or was never written.
-fn parse(slot: &[u8], capacity: u64) -> Option<(u64, Header)> {
+fn parse(slot: &[u8], capacity: u64) -> Option<(u64, RingHeader)> {
     let (words, _) = slot.as_chunks::<8>();
     let words: [u64; WORDS] = std::array::from_fn(|index| u64::from_le_bytes(words[index]));
     let [
@@ -140,7 +140,7 @@ fn parse(slot: &[u8], capacity: u64) -> Option<(u64, Header)> {
         checksum,
     ] = words;
     let said = &slot[..(WORDS - 1) * 8];
-    let header = Header {
+    let header = RingHeader {
         oldest,
         committed,
         claimed,
@@ -155,8 +155,8 @@ fn parse(slot: &[u8], capacity: u64) -> Option<(u64, Header)> {
 mod tests {
     use super::*;
 
-    fn header(committed: u64) -> Header {
-        Header {
+    fn header(committed: u64) -> RingHeader {
+        RingHeader {
             oldest: committed / 2,
             committed,
             claimed: committed + 1,
@@ -168,10 +168,15 @@ mod tests {
     #[test]
     fn newest_whole_header_is_read_whatever_is_torn() {
         let mut file = [0; HEADER_BYTES];
-        assert!(Writer::read(&file, 100).is_none());
-        let mut writer = Writer::new();
+        assert!(HeaderWriter::read(&file, 100).is_none());
+        let mut writer = HeaderWriter::new();
         let mut before = None;
-        let kinds = [Slots::Synced, Slots::Quick, Slots::Quick, Slots::Quick];
+        let kinds = [
+            HeaderSlots::Synced,
+            HeaderSlots::Quick,
+            HeaderSlots::Quick,
+            HeaderSlots::Quick,
+        ];
         for (committed, slots) in (10..60).zip(kinds.into_iter().cycle()) {
             let now = header(committed);
             let (offset, bytes) = writer.next(&now, slots);
@@ -179,12 +184,12 @@ mod tests {
             for torn in 1..bytes.len() {
                 let mut file = file;
                 file[place.start..place.start + torn].copy_from_slice(&bytes[..torn]);
-                let read = Writer::read(&file, 100).map(|(_, header)| header);
+                let read = HeaderWriter::read(&file, 100).map(|(_, header)| header);
                 let is_whole = file[place.clone()] == bytes;
                 assert_eq!(read, if is_whole { Some(now) } else { before });
             }
             file[place].copy_from_slice(&bytes);
-            let (again, read) = Writer::read(&file, 100).unwrap();
+            let (again, read) = HeaderWriter::read(&file, 100).unwrap();
             assert_eq!(read, now);
             assert_eq!(again.number, writer.number);
             assert_eq!((again.quick, again.synced), (writer.quick, writer.synced));
@@ -196,16 +201,16 @@ mod tests {
     fn header_is_refused_with_numbers_that_cannot_be() {
         let good = header(20);
         let cases = [
-            Header { oldest: 21, ..good },
-            Header {
+            RingHeader { oldest: 21, ..good },
+            RingHeader {
                 flushed: 21,
                 ..good
             },
-            Header {
+            RingHeader {
                 claimed: 19,
                 ..good
             },
-            Header {
+            RingHeader {
                 reserved: 20,
                 ..good
             },

@@ -14,7 +14,7 @@ use crc_fast::CrcAlgorithm::Crc64Nvme;
 
 use super::{
     Schema,
-    ring::{Memory, stretches},
+    ring::{MemoryRing, stretches},
 };
 use crate::Error;
 
@@ -23,9 +23,9 @@ mod header;
 #[cfg(test)]
 mod tests;
 
+use files::{DirectoryContents, FileKind};
 pub(super) use files::{Files, schema_of};
-use files::{Found, Part};
-use header::{Header, Slots, Writer};
+use header::{HeaderSlots, HeaderWriter, RingHeader};
 
 /// Bytes of frames that are checked at a time.
 const CHECKED_AT_ONCE: usize = 1 << 20;
@@ -40,10 +40,10 @@ pub(super) struct Disk {
     frame_bytes: Vec<usize>,
     capacity: usize,
     /// What is committed of small columns; the others have no bytes here.
-    small: Memory,
+    small: MemoryRing,
     /// What the header file says.
-    header: Header,
-    writer: Writer,
+    header: RingHeader,
+    writer: HeaderWriter,
 }
 
 impl Disk {
@@ -51,27 +51,29 @@ impl Disk {
     pub fn open(dir: &Path, schema: &Schema, capacity: usize) -> Result<Self, Error> {
         let (files, found) = Files::open(dir, schema, capacity)?;
         let (writer, header) = match found {
-            Found::New => (Writer::new(), Header::default()),
-            Found::Rows(_) => Writer::read(&files.read_header()?, capacity as u64)
-                .ok_or_else(|| files.damaged_header("it has no whole entry"))?,
+            DirectoryContents::New => (HeaderWriter::new(), RingHeader::default()),
+            DirectoryContents::Rows(_) => {
+                HeaderWriter::read(&files.read_header()?, capacity as u64)
+                    .ok_or_else(|| files.damaged_header("it has no whole entry"))?
+            }
         };
         let frame_bytes = schema.all_frame_bytes().to_vec();
         let small = frame_bytes.iter();
         let small: Vec<usize> = small.map(|&it| if it <= SMALL { it } else { 0 }).collect();
         let mut disk = Self {
             files: Arc::new(files),
-            small: Memory::new(&small, capacity)?,
+            small: MemoryRing::new(&small, capacity)?,
             frame_bytes,
             capacity,
             header,
             writer,
         };
         match found {
-            Found::New => {
-                disk.say(header, Slots::Synced)?;
+            DirectoryContents::New => {
+                disk.say(header, HeaderSlots::Synced)?;
                 disk.files.describe(schema, capacity)?;
             }
-            Found::Rows(rows) => {
+            DirectoryContents::Rows(rows) => {
                 disk.recover(rows)?;
                 disk.load_small()?;
             }
@@ -96,20 +98,20 @@ impl Disk {
         let stamps = ids.clone().zip(sums).map(|(id, &sum)| stamp(id, sum));
         let stamps: Vec<u8> = stamps.flat_map(u64::to_le_bytes).collect();
         for stretch in stretches(ids.clone(), self.capacity) {
-            let parts = (0..).map(Part::Column).zip(columns.iter().copied());
+            let parts = (0..).map(FileKind::Column).zip(columns.iter().copied());
             let sizes = self.frame_bytes.iter().copied();
             let columns = parts.zip(sizes);
-            for ((part, from), bytes) in columns.chain([((Part::Stamps, &stamps[..]), 8)]) {
+            for ((part, from), bytes) in columns.chain([((FileKind::Stamps, &stamps[..]), 8)]) {
                 let offset = stretch.in_ring(bytes).start as u64;
                 self.files
                     .write(part, offset, &from[stretch.in_list(bytes)])?;
             }
         }
-        let committed = Header {
+        let committed = RingHeader {
             committed: ids.end,
             ..self.header
         };
-        self.say(committed, Slots::Quick)?;
+        self.say(committed, HeaderSlots::Quick)?;
         self.small.write(ids, columns);
         Ok(())
     }
@@ -126,12 +128,12 @@ impl Disk {
             self.small.read(column, ids, out);
             return Ok(());
         }
-        self.read_part(Part::Column(column), bytes, ids, out)
+        self.read_part(FileKind::Column(column), bytes, ids, out)
     }
 
     /// Frames below this id were synced.
     pub fn flushed(&mut self, end: u64) -> Result<(), Error> {
-        let flushed = Header {
+        let flushed = RingHeader {
             flushed: end.max(self.header.flushed),
             reserved: self.header.claimed,
             ..self.header
@@ -141,35 +143,35 @@ impl Disk {
         }
         // If this fails, it may be on the disk all the same: reserve again.
         self.header.reserved = flushed.reserved;
-        self.say(flushed, Slots::Synced)
+        self.say(flushed, HeaderSlots::Synced)
     }
 
     /// Says which rows are about to be written.
     fn claim(&mut self, ids: &Range<u64>) -> Result<(), Error> {
-        let Header {
+        let RingHeader {
             committed, claimed, ..
         } = self.header;
         // A write that failed may have left whole frames with these ids.
         self.wipe(committed..claimed)?;
         let capacity = self.capacity as u64;
-        let mut claim = Header {
+        let mut claim = RingHeader {
             oldest: self.header.oldest.max(ids.end.saturating_sub(capacity)),
             claimed: ids.end,
             ..self.header
         };
         if ids.end <= claim.reserved {
-            return self.say(claim, Slots::Quick);
+            return self.say(claim, HeaderSlots::Quick);
         }
         // A sync for each eighth of the ring costs next to nothing.
         claim.reserved = ids.end + capacity / 8;
-        self.say(claim, Slots::Synced)
+        self.say(claim, HeaderSlots::Synced)
     }
 
-    fn say(&mut self, header: Header, slots: Slots) -> Result<(), Error> {
+    fn say(&mut self, header: RingHeader, slots: HeaderSlots) -> Result<(), Error> {
         let (offset, bytes) = self.writer.next(&header, slots);
-        self.files.write(Part::Header, offset, &bytes)?;
-        if slots == Slots::Synced {
-            self.files.sync(Part::Header)?;
+        self.files.write(FileKind::Header, offset, &bytes)?;
+        if slots == HeaderSlots::Synced {
+            self.files.sync(FileKind::Header)?;
         }
         self.header = header;
         Ok(())
@@ -183,9 +185,10 @@ impl Disk {
         for stretch in stretches(ids, self.capacity) {
             let place = stretch.in_ring(8);
             let zeros = vec![0; place.len()];
-            self.files.write(Part::Stamps, place.start as u64, &zeros)?;
+            self.files
+                .write(FileKind::Stamps, place.start as u64, &zeros)?;
         }
-        self.files.sync(Part::Stamps)
+        self.files.sync(FileKind::Stamps)
     }
 
     /// Cuts what was lost. All files together have `rows` whole rows.
@@ -212,7 +215,7 @@ impl Disk {
         if let Some((first, _)) = self.damaged(tail)? {
             live.end = first;
         }
-        let cut = Header {
+        let cut = RingHeader {
             oldest: live.start,
             committed: live.end,
             claimed: live.end,
@@ -223,7 +226,7 @@ impl Disk {
             return Ok(());
         }
         self.wipe(live.end..reserved.min(live.start + capacity))?;
-        self.say(cut, Slots::Synced)
+        self.say(cut, HeaderSlots::Synced)
     }
 
     /// Reads the small columns into memory.
@@ -235,7 +238,7 @@ impl Disk {
             if bytes <= SMALL {
                 columns[column].resize(frames * bytes, 0);
                 let out = &mut columns[column];
-                self.read_part(Part::Column(column), bytes, live.clone(), out)?;
+                self.read_part(FileKind::Column(column), bytes, live.clone(), out)?;
             }
         }
         let columns: Vec<&[u8]> = columns.iter().map(Vec::as_slice).collect();
@@ -255,11 +258,11 @@ impl Disk {
             let mut columns = Vec::with_capacity(self.frame_bytes.len());
             for (column, bytes) in self.frame_bytes.iter().enumerate() {
                 let mut read = vec![0; frames * bytes];
-                self.read_part(Part::Column(column), *bytes, some.clone(), &mut read)?;
+                self.read_part(FileKind::Column(column), *bytes, some.clone(), &mut read)?;
                 columns.push(read);
             }
             let mut stamps = vec![0; frames * 8];
-            self.read_part(Part::Stamps, 8, some.clone(), &mut stamps)?;
+            self.read_part(FileKind::Stamps, 8, some.clone(), &mut stamps)?;
             let columns: Vec<&[u8]> = columns.iter().map(Vec::as_slice).collect();
             let sums = sums(&columns, &self.frame_bytes, frames);
             let (stamps, _) = stamps.as_chunks::<8>();
@@ -275,7 +278,7 @@ impl Disk {
 
     fn read_part(
         &self,
-        part: Part,
+        part: FileKind,
         bytes: usize,
         ids: impl IntoIterator<Item = u64, IntoIter: Clone>,
         out: &mut [u8],

@@ -14,7 +14,12 @@ use super::{
 };
 use crate::replay::{Column, tests::scratch};
 
-const PARTS: [Part; 4] = [Part::Header, Part::Stamps, Part::Column(0), Part::Column(1)];
+const PARTS: [FileKind; 4] = [
+    FileKind::Header,
+    FileKind::Stamps,
+    FileKind::Column(0),
+    FileKind::Column(1),
+];
 
 /// Bytes per frame of a column that is not small.
 const WIDE: usize = SMALL + 3;
@@ -85,7 +90,7 @@ impl Image {
         dir
     }
 
-    fn write(&mut self, part: Part, offset: u64, bytes: &[u8]) {
+    fn write(&mut self, part: FileKind, offset: u64, bytes: &[u8]) {
         let file = PARTS.iter().position(|it| *it == part).unwrap();
         let place = offset as usize..offset as usize + bytes.len();
         self.0[file][place].copy_from_slice(bytes);
@@ -219,7 +224,7 @@ proptest! {
             let mut image = Image::of(&dir);
             let life = live_on(&mut disk, batches, 1 + 90 * round as u64);
             let done = end.index(life.ops.len() + 1);
-            let mut unsynced: Vec<(Part, u64, &[u8])> = Vec::new();
+            let mut unsynced: Vec<(FileKind, u64, &[u8])> = Vec::new();
             for op in &life.ops[..done] {
                 match op {
                     Op::Write(part, offset, bytes) => unsynced.push((*part, *offset, bytes)),
@@ -307,7 +312,7 @@ fn damaged_frame_after_the_flush_cuts_the_tail() {
             drop(disk);
             let path = path_of(dir.path(), part);
             let file = File::options().read(true).write(true).open(path).unwrap();
-            let row = if part == Part::Column(0) {
+            let row = if part == FileKind::Column(0) {
                 WIDE as u64
             } else {
                 8
@@ -324,7 +329,7 @@ fn damaged_frame_after_the_flush_cuts_the_tail() {
 fn damaged_header_is_refused_by_its_path() {
     let dir = scratch();
     drop(open(&dir, 4));
-    let path = path_of(dir.path(), Part::Header);
+    let path = path_of(dir.path(), FileKind::Header);
     for (bytes, expected) in [
         (vec![7_u8; 100], "it is cut"),
         (vec![7; 1 << 14], "no whole"),
@@ -374,7 +379,7 @@ fn failed_write_loses_what_it_was_to_replace_alone() {
         let files = Arc::get_mut(&mut disk.files).unwrap();
         std::mem::replace(&mut files.columns[1], file)
     };
-    let unwritable = File::open(path_of(dir.path(), Part::Column(1))).unwrap();
+    let unwritable = File::open(path_of(dir.path(), FileKind::Column(1))).unwrap();
     let file = swap(&mut disk, unwritable);
     for _ in 0..2 {
         let refused = write(&mut disk, 2, 50).unwrap_err();
@@ -399,13 +404,13 @@ fn rows_of_a_failed_write_are_wiped_before_the_next() {
     let before = disk.header;
     write(&mut disk, 3, 50).unwrap();
     // As it is where the rows were written, and the commit was not.
-    disk.header = Header {
+    disk.header = RingHeader {
         committed: before.committed,
         ..disk.header
     };
     write(&mut disk, 1, 70).unwrap();
     let mut stamps = [0; 32];
-    disk.files.read(Part::Stamps, 0, &mut stamps).unwrap();
+    disk.files.read(FileKind::Stamps, 0, &mut stamps).unwrap();
     assert_eq!(stamps[8..24], [0; 16], "rows 1 and 2, of ids 5 and 6");
     assert_eq!(contents(&disk), [(3, 3), (4, 70)].into());
 }

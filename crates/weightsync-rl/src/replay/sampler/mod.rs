@@ -15,7 +15,7 @@ mod tests;
 
 use pool::Pool;
 use prioritised::Priorities;
-use slices::Trajectories;
+use slices::TrajectoryIndex;
 
 /// How a replay buffer chooses the frames of a sample.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -172,14 +172,14 @@ pub struct Drawn {
 /// A sampler at work: what it knows of the frames in the ring.
 pub(super) struct Draws {
     rng: EnvRng,
-    kind: Kind,
+    kind: SamplerKind,
 }
 
-enum Kind {
+enum SamplerKind {
     Uniform,
     WithoutReplacement(Pool),
     Prioritised(Priorities),
-    Slices(Trajectories),
+    Slices(TrajectoryIndex),
 }
 
 impl Draws {
@@ -191,12 +191,14 @@ impl Draws {
         capacity: usize,
     ) -> Result<Self, Error> {
         let kind = match sampler {
-            Sampler::Uniform => Kind::Uniform,
-            Sampler::WithoutReplacement => Kind::WithoutReplacement(Pool::new(capacity)),
+            Sampler::Uniform => SamplerKind::Uniform,
+            Sampler::WithoutReplacement => SamplerKind::WithoutReplacement(Pool::new(capacity)),
             Sampler::Prioritised(settings) => {
-                Kind::Prioritised(Priorities::new(settings, capacity)?)
+                SamplerKind::Prioritised(Priorities::new(settings, capacity)?)
             }
-            Sampler::Slices(settings) => Kind::Slices(Trajectories::new(settings, schema)?),
+            Sampler::Slices(settings) => {
+                SamplerKind::Slices(TrajectoryIndex::new(settings, schema)?)
+            }
         };
         let rng = EnvRng::seed_from_u64(seed);
         Ok(Self { rng, kind })
@@ -205,7 +207,7 @@ impl Draws {
     /// The column whose bytes [`append`](Self::append) needs.
     pub fn reads_column(&self) -> Option<usize> {
         match &self.kind {
-            Kind::Slices(trajectories) => Some(trajectories.column()),
+            SamplerKind::Slices(trajectories) => Some(trajectories.column()),
             _ => None,
         }
     }
@@ -213,25 +215,27 @@ impl Draws {
     /// The oldest frames are about to be overwritten.
     pub fn evict(&mut self, ids: Range<u64>) {
         match &mut self.kind {
-            Kind::Uniform | Kind::WithoutReplacement(_) => {}
-            Kind::Prioritised(priorities) => priorities.evict(ids),
-            Kind::Slices(trajectories) => trajectories.evict(ids.end - ids.start),
+            SamplerKind::Uniform | SamplerKind::WithoutReplacement(_) => {}
+            SamplerKind::Prioritised(priorities) => priorities.evict(ids),
+            SamplerKind::Slices(trajectories) => trajectories.evict(ids.end - ids.start),
         }
     }
 
     /// New frames, with the bytes of the column that is read.
     pub fn append(&mut self, ids: Range<u64>, column: Option<&[u8]>) {
         match &mut self.kind {
-            Kind::Uniform => {}
-            Kind::WithoutReplacement(pool) => pool.append(ids),
-            Kind::Prioritised(priorities) => priorities.append(ids),
-            Kind::Slices(trajectories) => trajectories.append(ids.start, column.unwrap_or(&[])),
+            SamplerKind::Uniform => {}
+            SamplerKind::WithoutReplacement(pool) => pool.append(ids),
+            SamplerKind::Prioritised(priorities) => priorities.append(ids),
+            SamplerKind::Slices(trajectories) => {
+                trajectories.append(ids.start, column.unwrap_or(&[]))
+            }
         }
     }
 
     /// No frame that comes belongs to a trajectory that is here.
     pub fn end_trajectories(&mut self) {
-        if let Kind::Slices(trajectories) = &mut self.kind {
+        if let SamplerKind::Slices(trajectories) = &mut self.kind {
             trajectories.end_all();
         }
     }
@@ -245,10 +249,10 @@ impl Draws {
         }
         let rng = &mut self.rng;
         let ids = match &mut self.kind {
-            Kind::Uniform => (0..n).map(|_| rng.random_range(live.clone())).collect(),
-            Kind::WithoutReplacement(pool) => pool.draw(n, live, rng),
-            Kind::Prioritised(priorities) => return priorities.draw(n, live, rng),
-            Kind::Slices(trajectories) => return trajectories.draw(n, rng),
+            SamplerKind::Uniform => (0..n).map(|_| rng.random_range(live.clone())).collect(),
+            SamplerKind::WithoutReplacement(pool) => pool.draw(n, live, rng),
+            SamplerKind::Prioritised(priorities) => return priorities.draw(n, live, rng),
+            SamplerKind::Slices(trajectories) => return trajectories.draw(n, rng),
         };
         Ok(Drawn {
             ids,
@@ -259,7 +263,7 @@ impl Draws {
     /// The priorities, if this sampler has some.
     pub fn priorities(&mut self) -> Result<&mut Priorities, Error> {
         match &mut self.kind {
-            Kind::Prioritised(priorities) => Ok(priorities),
+            SamplerKind::Prioritised(priorities) => Ok(priorities),
             _ => Err(Error::NoPriorities),
         }
     }

@@ -14,7 +14,7 @@ pub(in crate::replay) struct Priorities {
     largest: f32,
     largest_share: f64,
     /// `(priority + eps) ^ alpha` of each row, 0 where no frame is.
-    tree: Tree,
+    tree: SumTree,
     capacity: usize,
 }
 
@@ -32,7 +32,7 @@ impl Priorities {
             settings: settings.clone(),
             largest: 1.0,
             largest_share: 0.0,
-            tree: Tree::new(capacity),
+            tree: SumTree::new(capacity),
             capacity,
         };
         priorities.largest_share = priorities.share(1.0)?;
@@ -139,7 +139,7 @@ const FAN: usize = 8;
 /// Sums over each [`FAN`] shares of a list, sums of these, and so on; and the least
 /// share above 0 of each node. Each sum is made from its parts, never by adding a
 /// difference, so none drifts.
-struct Tree {
+struct SumTree {
     /// The shares first and their total, alone, last. All but that are padded
     /// with zeros to whole nodes.
     sums: Vec<Vec<f64>>,
@@ -148,7 +148,7 @@ struct Tree {
     least: Vec<Vec<f64>>,
 }
 
-impl Tree {
+impl SumTree {
     fn new(len: usize) -> Self {
         let mut lens = Vec::new();
         let mut nodes = len;
@@ -227,7 +227,7 @@ mod tests {
     #[test]
     fn tree_finds_leaves_by_running_sums() {
         for len in [1, 2, 7, 8, 9, 64, 65, 600] {
-            let mut tree = Tree::new(len);
+            let mut tree = SumTree::new(len);
             for leaf in 0..len {
                 tree.set(leaf, (leaf % 3) as f64);
             }
@@ -247,7 +247,7 @@ mod tests {
 
     #[test]
     fn tree_finds_a_positive_leaf_at_its_end() {
-        let mut tree = Tree::new(6);
+        let mut tree = SumTree::new(6);
         tree.fill(0..4, 0.1);
         assert_eq!(tree.find(tree.total() * 2.0), (3, 0.1));
         tree.fill(0..6, 0.0);
@@ -260,7 +260,7 @@ mod tests {
             len in 1..700_usize,
             fills in collection::vec((any::<u16>(), any::<u16>(), 0..5_u8), 1..30),
         ) {
-            let (mut tree, mut list) = (Tree::new(len), vec![0.0; len]);
+            let (mut tree, mut list) = (SumTree::new(len), vec![0.0; len]);
             for (first, last, share) in fills {
                 let (a, b) = (usize::from(first) % len, usize::from(last) % len);
                 let leaves = a.min(b)..a.max(b) + 1;

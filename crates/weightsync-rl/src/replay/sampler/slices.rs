@@ -9,7 +9,7 @@ use super::{Drawn, Slices};
 use crate::{Error, env::EnvRng, replay::Schema};
 
 /// Where the steps of each trajectory are in the ring.
-pub(super) struct Trajectories {
+pub(super) struct TrajectoryIndex {
     settings: Slices,
     column: usize,
     /// A trajectory with fewer steps is not drawn.
@@ -27,20 +27,20 @@ pub(super) struct Trajectories {
 #[derive(Default)]
 struct Trajectory {
     number: [u8; 8],
-    runs: VecDeque<Run>,
+    runs: VecDeque<StepRun>,
     /// Its place in `long_enough`.
     place: Option<usize>,
 }
 
 /// Steps of one trajectory that were written one right after the other.
-struct Run {
+struct StepRun {
     first: u64,
     len: u64,
     /// How many steps of the trajectory were written before.
     step: u64,
 }
 
-impl Trajectories {
+impl TrajectoryIndex {
     pub fn new(settings: &Slices, schema: &Schema) -> Result<Self, Error> {
         let refuse = |reason| Err(Error::ReplaySettings { reason });
         let name = &settings.column;
@@ -97,7 +97,7 @@ impl Trajectories {
                 }
                 _ => {
                     self.runs.push_back((which, len));
-                    trajectory.runs.push_back(Run { first, len, step });
+                    trajectory.runs.push_back(StepRun { first, len, step });
                 }
             }
             first += len;
@@ -291,7 +291,7 @@ mod tests {
         ) {
             let schema = Schema::new([Column::new("t", Dtype::U64, [])]).unwrap();
             let settings = Slices::of("t").slice_len(slice_len).strict_len(is_strict);
-            let mut index = Trajectories::new(&settings, &schema).unwrap();
+            let mut index = TrajectoryIndex::new(&settings, &schema).unwrap();
             let mut rng = EnvRng::seed_from_u64(1);
             let mut frames: VecDeque<(u64, u64)> = VecDeque::new();
             let mut next = 0;

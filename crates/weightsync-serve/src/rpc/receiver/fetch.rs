@@ -10,10 +10,10 @@ use weightsync_engine::transport::{Deadline, Image, ModelSpec, VersionRequest};
 use weightsync_engine::{Digest, Remedy, Run, Snapshot, Version};
 use weightsync_simd::crc64;
 
-use super::inbox::{Fetched, Inbox};
-use super::joining::Session;
+use super::inbox::{FetchedSet, Inbox};
+use super::joining::JoinedSender;
 use crate::http::{Ask, Fault};
-use crate::rpc::wire::{Asked, BLOCK, MAX_BODY, Part, Problem, Question, WireWant, max_set};
+use crate::rpc::wire::{Asked, BLOCK, MAX_BODY, Question, RpcProblem, SetPart, WantKind, max_set};
 use crate::rpc::{PATIENCE, PROBE, SILENCE};
 
 /// How often a version is requested again without any progress.
@@ -24,7 +24,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 /// Why a fetch failed.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Failure {
+pub(super) enum FetchFailure {
     /// The sender has a newer version by now, or is another sender.
     #[error("the sender no longer has this version: receive again for the newest")]
     Replaced,
@@ -60,13 +60,13 @@ pub(super) enum Failure {
     Own(#[from] weightsync_engine::Error),
 }
 
-impl From<Failure> for weightsync_engine::Error {
-    fn from(failure: Failure) -> Self {
+impl From<FetchFailure> for weightsync_engine::Error {
+    fn from(failure: FetchFailure) -> Self {
         match failure {
-            Failure::Own(error) => error,
+            FetchFailure::Own(error) => error,
             failure => Self::Transport {
                 remedy: match failure {
-                    Failure::Foreign { .. } => Remedy::Reconnect,
+                    FetchFailure::Foreign { .. } => Remedy::Reconnect,
                     // The next version may arrive undamaged.
                     _ => Remedy::Retry,
                 },
@@ -84,16 +84,16 @@ pub(super) enum NoAnswer {
     },
     Gone,
     /// The answer exists, but this worker cannot have it.
-    Failed(Failure),
+    Failed(FetchFailure),
 }
 
 /// Fetches the versions that a worker does not have, all of them or none.
 pub(super) async fn set(
-    session: &Session,
+    session: &JoinedSender,
     inbox: &Inbox,
     sequence: u64,
-    parts: &[Part],
-) -> Result<Fetched, Failure> {
+    parts: &[SetPart],
+) -> Result<FetchedSet, FetchFailure> {
     let mut members = Vec::with_capacity(parts.len());
     for (spec, model) in session.models.iter().zip(&session.wanted) {
         // A model that was never sent is not in the set.
@@ -106,20 +106,20 @@ pub(super) async fn set(
         };
         members.push((*model, snapshot));
     }
-    Ok(Fetched { sequence, members })
+    Ok(FetchedSet { sequence, members })
 }
 
 /// Fetches one version.
 async fn version(
-    session: &Session,
+    session: &JoinedSender,
     inbox: &Inbox,
     spec: &ModelSpec,
-    part: &Part,
-) -> Result<Snapshot, Failure> {
+    part: &SetPart,
+) -> Result<Snapshot, FetchFailure> {
     let (model, version) = (part.model, part.version);
     // Before there is room for it.
     if !part.is_of(&spec.layout) {
-        return Err(Failure::Foreign { model, version });
+        return Err(FetchFailure::Foreign { model, version });
     }
     let mut filling = Filling::new(inbox, &session.run, spec, part);
     let (mut tries, mut most) = (0, filling.at());
@@ -132,7 +132,7 @@ async fn version(
             false => tries + 1,
         };
         most = most.max(filling.at());
-        if matches!(failure, Failure::Replaced) || tries == TRIES {
+        if matches!(failure, FetchFailure::Replaced) || tries == TRIES {
             return Err(failure);
         }
         sleep(PAUSE).await;
@@ -147,14 +147,14 @@ async fn version(
     let whole = snapshot.clone();
     match spawn_blocking(move || whole.digest()).await {
         Ok(got) if got == expected => Ok(snapshot.with_digest(expected)),
-        Ok(got) => Err(Failure::Digest {
+        Ok(got) => Err(FetchFailure::Digest {
             model,
             version,
             expected,
             got,
         }),
         // This end is ending.
-        Err(_) => Err(Failure::Replaced),
+        Err(_) => Err(FetchFailure::Replaced),
     }
 }
 
@@ -174,13 +174,13 @@ pub(super) struct Partial {
 /// later fetch of the same version continues from there.
 struct Filling<'a> {
     inbox: &'a Inbox,
-    part: &'a Part,
+    part: &'a SetPart,
     /// `None` once it is whole.
     partial: Option<Partial>,
 }
 
 impl<'a> Filling<'a> {
-    fn new(inbox: &'a Inbox, run: &Run, spec: &ModelSpec, part: &'a Part) -> Self {
+    fn new(inbox: &'a Inbox, run: &Run, spec: &ModelSpec, part: &'a SetPart) -> Self {
         let before = inbox.partial(part.model);
         let partial = match before {
             Some(same) if same.run == *run && same.version == part.version => same,
@@ -227,7 +227,7 @@ impl<'a> Filling<'a> {
 
     /// Requests the missing bytes and stores them. Afterwards the version is whole, or there is
     /// an error.
-    async fn more(&mut self, session: &Session) -> Result<(), Failure> {
+    async fn more(&mut self, session: &JoinedSender) -> Result<(), FetchFailure> {
         let (model, version) = (self.part.model, self.part.version);
         let path = format!(
             "/v1/models/{model}/versions/{}/image?id={}",
@@ -247,7 +247,7 @@ impl<'a> Filling<'a> {
                 let partial = self.partial();
                 (partial.at, partial.checked) = (0, 0);
             }
-            (StatusCode::NOT_FOUND | StatusCode::GONE, _) => return Err(Failure::Replaced),
+            (StatusCode::NOT_FOUND | StatusCode::GONE, _) => return Err(FetchFailure::Replaced),
             (status, _) => return Err(Fault::Status { addr, status }.into()),
         }
         while let Some(bytes) = reply.next(PATIENCE).await? {
@@ -256,7 +256,7 @@ impl<'a> Filling<'a> {
             let partial = self.partial();
             let (at, image) = (partial.at, partial.image.bytes_mut());
             let Some(target) = image.get_mut(at..at + bytes.len()) else {
-                return Err(Failure::Foreign { model, version });
+                return Err(FetchFailure::Foreign { model, version });
             };
             target.copy_from_slice(&bytes);
             partial.at += bytes.len();
@@ -287,7 +287,7 @@ impl Drop for Filling<'_> {
 impl Partial {
     /// Compares the blocks that are whole by now with their checksums. Damaged blocks are
     /// requested again.
-    fn check(&mut self, part: &Part) -> Result<(), Failure> {
+    fn check(&mut self, part: &SetPart) -> Result<(), FetchFailure> {
         let all = self.image.bytes();
         while self.checked < self.at {
             let end = (self.checked + BLOCK as usize).min(all.len());
@@ -298,7 +298,7 @@ impl Partial {
             let (expected, got) = (part.crc64[block].0, crc64(&all[self.checked..end]));
             if expected != got {
                 self.at = self.checked;
-                return Err(Failure::Damaged {
+                return Err(FetchFailure::Damaged {
                     model: part.model,
                     version: part.version,
                     block,
@@ -314,16 +314,16 @@ impl Partial {
 
 /// Asks for a set, and fetches it; `None` if there was none in time.
 pub(super) async fn ask(
-    session: Arc<Session>,
+    session: Arc<JoinedSender>,
     inbox: Arc<Inbox>,
     model: usize,
     pull: VersionRequest,
     deadline: Deadline,
-) -> Result<Option<Fetched>, NoAnswer> {
+) -> Result<Option<FetchedSet>, NoAnswer> {
     let (want, version) = match pull {
-        VersionRequest::AtLeast(version) => (WireWant::AtLeast, Some(version.0)),
-        VersionRequest::Exactly(version) => (WireWant::Exactly, Some(version.0)),
-        _ => (WireWant::Newest, None),
+        VersionRequest::AtLeast(version) => (WantKind::AtLeast, Some(version.0)),
+        VersionRequest::Exactly(version) => (WantKind::Exactly, Some(version.0)),
+        _ => (WantKind::Newest, None),
     };
     loop {
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
@@ -343,7 +343,7 @@ pub(super) async fn ask(
                     Ok(fetched) => return Ok(Some(fetched)),
                     // The set was replaced during the fetch, or the connection has failed: ask
                     // again.
-                    Err(failure @ (Failure::Replaced | Failure::Fault(_))) => {
+                    Err(failure @ (FetchFailure::Replaced | FetchFailure::Fault(_))) => {
                         tracing::debug!(%failure, "an answer was not fetched");
                     }
                     Err(failure) => return Err(NoAnswer::Failed(failure)),
@@ -384,7 +384,7 @@ fn has_ended(inbox: &Inbox) -> bool {
 
 /// Asks one question. An error without a text may be retried.
 async fn asked(
-    session: &Session,
+    session: &JoinedSender,
     question: &Question,
     left: Option<Duration>,
 ) -> Result<Option<Asked>, Option<NoAnswer>> {
@@ -405,7 +405,7 @@ async fn asked(
             Ok(None)
         }
         StatusCode::NOT_FOUND => {
-            let problem: Result<Problem, _> = reply.json(MAX_BODY, PATIENCE).await;
+            let problem: Result<RpcProblem, _> = reply.json(MAX_BODY, PATIENCE).await;
             let known = problem.map_err(|_| None)?.known;
             Err(Some(NoAnswer::Unknown { known }))
         }

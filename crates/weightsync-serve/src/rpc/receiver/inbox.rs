@@ -9,13 +9,13 @@ use weightsync_engine::transport::{Deadline, Image};
 use weightsync_engine::{Error, Member, Result, SetSnapshot, Snapshot, Version};
 
 use super::fetch::Partial;
-use super::joining::Session;
+use super::joining::JoinedSender;
 use crate::rpc::wire::{Applied, Digits, Notified};
 use crate::rpc::{passed, wait_on};
 
 /// How the sender has ended for this worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum End {
+pub(super) enum SenderEnd {
     /// The sender has shut down.
     Closed,
     /// The sender is gone.
@@ -24,12 +24,12 @@ pub(super) enum End {
     Denied { reason: String },
 }
 
-impl From<End> for Error {
-    fn from(end: End) -> Self {
+impl From<SenderEnd> for Error {
+    fn from(end: SenderEnd) -> Self {
         match end {
-            End::Closed => Self::SenderClosed,
-            End::Died { pid } => Self::SenderDied { pid: Some(pid) },
-            End::Denied { reason } => Error::Denied { reason },
+            SenderEnd::Closed => Self::SenderClosed,
+            SenderEnd::Died { pid } => Self::SenderDied { pid: Some(pid) },
+            SenderEnd::Denied { reason } => Error::Denied { reason },
         }
     }
 }
@@ -37,7 +37,7 @@ impl From<End> for Error {
 /// A whole set that was fetched and checked: the snapshots by the models' places at
 /// the sender, in the order that the worker named them.
 #[derive(Clone, Debug)]
-pub(super) struct Fetched {
+pub(super) struct FetchedSet {
     pub(super) sequence: u64,
     pub(super) members: Vec<(usize, Snapshot)>,
 }
@@ -45,20 +45,20 @@ pub(super) struct Fetched {
 /// The state that the serving thread and the worker's own thread share.
 #[derive(Debug)]
 pub(super) struct Inbox {
-    state: Mutex<State>,
+    state: Mutex<InboxState>,
     changed: Condvar,
     /// How many bytes of versions have arrived.
     travelled: AtomicU64,
     /// The session with the joined sender.
-    session: watch::Sender<Option<Arc<Session>>>,
+    session: watch::Sender<Option<Arc<JoinedSender>>>,
     /// The nonce of this worker's newest registration.
     registration: Mutex<Option<Digits>>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct InboxState {
     /// The newest set, handed over or not.
-    newest: Option<Fetched>,
+    newest: Option<FetchedSet>,
     /// The sequence of the newest that was handed over.
     handed: u64,
     /// The versions that were handed over last, by model.
@@ -72,7 +72,7 @@ struct State {
     /// Calls that wait for their last line. There are two or three: for the set that is
     /// loading, for the set that waits, and for a new one.
     open: Vec<(u64, mpsc::UnboundedSender<Notified>)>,
-    end: Option<End>,
+    end: Option<SenderEnd>,
     interrupted: bool,
     /// Memory of versions that nobody holds any more, by model.
     spare: BTreeMap<usize, Image>,
@@ -130,7 +130,7 @@ impl Inbox {
 
     /// Hands over the answer to a question. A set that came as an answer is not handed over
     /// again while it is the newest.
-    pub(super) fn take_answer(&self, fetched: Fetched) -> SetSnapshot {
+    pub(super) fn take_answer(&self, fetched: FetchedSet) -> SetSnapshot {
         let mut state = self.state();
         state.keep(&fetched);
         state.handed = state.handed.max(fetched.sequence);
@@ -217,12 +217,12 @@ impl Inbox {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn welcome(&self, session: Arc<Session>) {
+    pub(super) fn welcome(&self, session: Arc<JoinedSender>) {
         self.session.send_replace(Some(session));
     }
 
     /// The sender that was joined; waits until one was.
-    pub(super) async fn session(&self) -> Option<Arc<Session>> {
+    pub(super) async fn session(&self) -> Option<Arc<JoinedSender>> {
         let mut session = self.session.subscribe();
         let joined = session.wait_for(Option::is_some).await.ok()?;
         joined.clone()
@@ -230,9 +230,9 @@ impl Inbox {
 
     /// Marks that a fetch is under way, until the result is dropped. The sender's end is
     /// reported after it.
-    pub(super) fn fetching(self: &Arc<Self>) -> Fetching {
+    pub(super) fn fetching(self: &Arc<Self>) -> FetchingGuard {
         self.state().fetching += 1;
-        Fetching(self.clone())
+        FetchingGuard(self.clone())
     }
 
     /// A version that is here already.
@@ -258,7 +258,7 @@ impl Inbox {
     }
 
     /// Stages a whole set. The channel delivers its outcome.
-    pub(super) fn stage(&self, fetched: Fetched) -> mpsc::UnboundedReceiver<Notified> {
+    pub(super) fn stage(&self, fetched: FetchedSet) -> mpsc::UnboundedReceiver<Notified> {
         let (outcome, answer) = mpsc::unbounded_channel();
         let mut state = self.state();
         let sequence = fetched.sequence;
@@ -284,33 +284,33 @@ impl Inbox {
     }
 
     /// The sender has ended.
-    pub(super) fn ended(&self, end: End) {
+    pub(super) fn ended(&self, end: SenderEnd) {
         self.state().end.get_or_insert(end);
         self.changed.notify_all();
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, InboxState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Something is being fetched.
-pub(super) struct Fetching(Arc<Inbox>);
+pub(super) struct FetchingGuard(Arc<Inbox>);
 
-impl Drop for Fetching {
+impl Drop for FetchingGuard {
     fn drop(&mut self) {
         self.0.state().fetching -= 1;
         self.0.changed.notify_all();
     }
 }
 
-impl State {
+impl InboxState {
     fn newest_sequence(&self) -> u64 {
         self.newest.as_ref().map_or(0, |newest| newest.sequence)
     }
 
     /// Keeps a set as the newest, if it is. The memory of the set before it is reused.
-    fn keep(&mut self, fetched: &Fetched) {
+    fn keep(&mut self, fetched: &FetchedSet) {
         if fetched.sequence <= self.newest_sequence() {
             return;
         }
@@ -338,7 +338,7 @@ impl State {
         Some(self.hand(newest))
     }
 
-    fn hand(&mut self, fetched: Fetched) -> SetSnapshot {
+    fn hand(&mut self, fetched: FetchedSet) -> SetSnapshot {
         let members = fetched.members.into_iter().map(|(model, snapshot)| {
             let had = self.had.insert(model, snapshot.version());
             let changed = had != Some(snapshot.version());

@@ -13,17 +13,17 @@ use weightsync_engine::transport::{
     Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt,
 };
 use weightsync_engine::{Epoch, Error, ModelId, Result, Run};
-use weightsync_net::tls::Asks;
+use weightsync_net::tls::ClientAuth;
 use weightsync_net::{Access, listen_error};
 
-use super::inbox::{End, Inbox};
+use super::inbox::{Inbox, SenderEnd};
 use super::{server, wait_for};
 use crate::http::{
     Ask, Bearer, Client, Encryption, Fault, HttpThread, Limits, Lines, ProofKey, Server, To,
 };
 use crate::rpc::error::RpcError;
 use crate::rpc::wire::{
-    Digits, FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Problem, Question, Register, Welcome,
+    Digits, FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Question, Register, RpcProblem, Welcome,
     WorkerMessage, of_sender, url,
 };
 use crate::rpc::{Addresses, PATIENCE, PROBE, SILENCE, address, passed};
@@ -42,7 +42,7 @@ const ATTEMPT: Duration = Duration::from_millis(500);
 
 /// A sender that was joined.
 #[derive(Debug)]
-pub(super) struct Session {
+pub(super) struct JoinedSender {
     /// The name of this worker's connection. It changes after a connection broke.
     id: Mutex<Digits>,
     /// Whether the connection is broken. If so, another sender may answer at this address.
@@ -59,7 +59,7 @@ pub(super) struct Session {
     sequence: u64,
 }
 
-impl Session {
+impl JoinedSender {
     pub(super) fn id(&self) -> Digits {
         *self.id.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -155,7 +155,7 @@ pub(super) fn join(
     joining: &Joining,
     access: &Access,
     deadline: Deadline,
-) -> Result<(HttpThread, Arc<Session>)> {
+) -> Result<(HttpThread, Arc<JoinedSender>)> {
     let since = Instant::now();
     let sender = Addresses::of(at)?.found;
     access
@@ -171,7 +171,7 @@ pub(super) fn join(
     let failed = |source| listen_error(own, source);
     let (own, listener) = listener.map_err(failed)?;
     let bearer = Bearer::to_worker(at.secret());
-    let tls = access.tls.clone().map(|tls| (tls, Asks::Trainer));
+    let tls = access.tls.clone().map(|tls| (tls, ClientAuth::Trainer));
     let server = Server::new(listener, bearer, tls, Limits::default()).map_err(failed)?;
     let (theirs, worker) = (inbox.clone(), joining.worker.0);
     let thread = HttpThread::start("weightsync-rpc-w", move |stopping| {
@@ -299,7 +299,7 @@ async fn register_at(
             return Err(JoinFailure::Stranger);
         }
         status => {
-            let problem = reply.json::<Problem>(MAX_BODY, PATIENCE).await;
+            let problem = reply.json::<RpcProblem>(MAX_BODY, PATIENCE).await;
             let Ok(problem) = problem else {
                 return Err(JoinFailure::Silent(format!("it answered {status}")));
             };
@@ -348,13 +348,13 @@ async fn enter(
     proof: ProofKey,
     mut register: Register,
     inbox: Arc<Inbox>,
-) -> std::result::Result<Arc<Session>, JoinFailure> {
+) -> std::result::Result<Arc<JoinedSender>, JoinFailure> {
     let (welcome, mut lines) = register_at(&client, &proof, &inbox, &register).await?;
     let (models, wanted) = tokio::select! {
         described = describe(&client, &welcome, &register.models) => described?,
         end = end_of(&mut lines) => return Err(end),
     };
-    let session = Arc::new(Session {
+    let session = Arc::new(JoinedSender {
         id: Mutex::new(welcome.id),
         broken: AtomicBool::new(false),
         proof,
@@ -415,12 +415,17 @@ async fn describe(
 
 /// Follows a sender to its end. If the connection breaks while the sender is still there, the
 /// network failed, and the worker connects again.
-async fn follow(inbox: Arc<Inbox>, session: Arc<Session>, register: Register, mut lines: Lines) {
+async fn follow(
+    inbox: Arc<Inbox>,
+    session: Arc<JoinedSender>,
+    register: Register,
+    mut lines: Lines,
+) {
     // When the silence began, and whether the sender was out of reach meanwhile.
     let (mut heard, mut lost) = (Instant::now(), false);
     let end = loop {
         match lines.next::<FromSender>(SILENCE).await {
-            Ok(Some(FromSender::Closed {})) => break End::Closed,
+            Ok(Some(FromSender::Closed {})) => break SenderEnd::Closed,
             Ok(Some(_)) => {
                 (heard, lost) = (Instant::now(), false);
                 continue;
@@ -449,12 +454,12 @@ async fn follow(inbox: Arc<Inbox>, session: Arc<Session>, register: Register, mu
 /// Registers again with the same sender, if it is there. A disconnect or an answer of a proxy
 /// does not show that the sender is gone.
 async fn again(
-    session: &Session,
+    session: &JoinedSender,
     inbox: &Inbox,
     register: &Register,
-) -> std::result::Result<Lines, End> {
+) -> std::result::Result<Lines, SenderEnd> {
     let since = Instant::now();
-    let died = End::Died { pid: session.pid };
+    let died = SenderEnd::Died { pid: session.pid };
     let mut pause = PAUSE;
     loop {
         let why = match register_at(&session.client, &session.proof, inbox, register).await {
@@ -468,7 +473,7 @@ async fn again(
                 tracing::warn!("{}", RpcError::WrongSender { addr, got });
                 return Err(died);
             }
-            Err(JoinFailure::Taken(reason)) => return Err(End::Denied { reason }),
+            Err(JoinFailure::Taken(reason)) => return Err(SenderEnd::Denied { reason }),
             Err(_) => return Err(died),
         };
         // The sender may be stopped, or its machine suspended; it may continue later.

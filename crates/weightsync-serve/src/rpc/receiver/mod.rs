@@ -17,7 +17,7 @@ use weightsync_engine::{Error, Origin, Result, Run, SetSnapshot, Version};
 use weightsync_net::Access;
 
 use self::inbox::Inbox;
-use self::joining::Session;
+use self::joining::JoinedSender;
 use super::wire::{Applied, Runs, WorkerMessage, cut};
 use crate::http::HttpThread;
 
@@ -33,7 +33,7 @@ const LATE: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub(super) struct RpcReceiver {
     inbox: Arc<Inbox>,
-    session: Arc<Session>,
+    session: Arc<JoinedSender>,
     owner: Origin,
     thread: HttpThread,
 }

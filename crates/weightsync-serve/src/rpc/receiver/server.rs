@@ -11,17 +11,17 @@ use hyper::StatusCode;
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
-use super::fetch::{self, Failure};
+use super::fetch::{self, FetchFailure};
 use super::inbox::Inbox;
-use super::joining::Session;
+use super::joining::JoinedSender;
 use crate::http::{LinesBody, Stopping, problem, read};
 use crate::rpc::wire::{
-    Call, FromWorker, Notified, Problem, Registering, cut, line, max_set, of_worker,
+    Call, FromWorker, Notified, Registering, RpcProblem, cut, line, max_set, of_worker,
 };
 use crate::rpc::{BEAT, PATIENCE};
 
 #[derive(Clone)]
-struct App {
+struct ReceiverApp {
     inbox: Arc<Inbox>,
     worker: u32,
     stopping: Stopping,
@@ -32,7 +32,7 @@ pub(super) fn router(inbox: Arc<Inbox>, worker: u32, stopping: Stopping) -> Rout
     Router::new()
         .route(of_worker::LIFELINE, get(lifeline))
         .route(of_worker::WEIGHTS, post(weights))
-        .with_state(App {
+        .with_state(ReceiverApp {
             inbox,
             worker,
             stopping,
@@ -40,15 +40,18 @@ pub(super) fn router(inbox: Arc<Inbox>, worker: u32, stopping: Stopping) -> Rout
 }
 
 fn wrong(status: StatusCode, error: String) -> Response {
-    let body = Problem {
+    let body = RpcProblem {
         error,
-        ..Problem::default()
+        ..RpcProblem::default()
     };
     problem(status, body)
 }
 
 /// Sends signs of life to the sender for as long as this worker lives.
-async fn lifeline(State(mut app): State<App>, Query(registering): Query<Registering>) -> Response {
+async fn lifeline(
+    State(mut app): State<ReceiverApp>,
+    Query(registering): Query<Registering>,
+) -> Response {
     // Otherwise a process that registers in this worker's name would be told the name of its
     // connection, and could speak for it.
     if !app.inbox.has_registered(registering.nonce) {
@@ -87,7 +90,7 @@ async fn lifeline(State(mut app): State<App>, Query(registering): Query<Register
     response
 }
 
-async fn weights(State(app): State<App>, request: Request) -> Response {
+async fn weights(State(app): State<ReceiverApp>, request: Request) -> Response {
     // A sender may call before the worker has read that it was let in.
     let Ok(Some(session)) = timeout(PATIENCE, app.inbox.session()).await else {
         let reason = "this worker has not joined yet".into();
@@ -114,7 +117,7 @@ async fn weights(State(app): State<App>, request: Request) -> Response {
 }
 
 /// Fetches the set of a call, stages it, and answers with the outcome.
-async fn take(inbox: &Arc<Inbox>, session: &Session, call: Call, lines: &mpsc::Sender<Bytes>) {
+async fn take(inbox: &Arc<Inbox>, session: &JoinedSender, call: Call, lines: &mpsc::Sender<Bytes>) {
     let sequence = call.sequence;
     let fetching = inbox.fetching();
     let fetched = fetch::set(session, inbox, sequence, &call.models).await;
@@ -123,9 +126,9 @@ async fn take(inbox: &Arc<Inbox>, session: &Session, call: Call, lines: &mpsc::S
         Err(failure) => {
             drop(fetching);
             let outcome = match failure {
-                Failure::Replaced => Notified::PassedOver { sequence },
+                FetchFailure::Replaced => Notified::PassedOver { sequence },
                 // The connection has failed: the answer ends, and the sender calls again.
-                Failure::Fault(fault) => {
+                FetchFailure::Fault(fault) => {
                     tracing::debug!(%fault, sequence, "a version was not fetched");
                     return;
                 }

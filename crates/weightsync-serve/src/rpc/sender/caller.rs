@@ -12,10 +12,10 @@ use tokio::time::sleep;
 use weightsync_mem::Snapshot;
 use weightsync_simd::crc64;
 
-use super::workers::{ConnectionId, Shared, Uncounted};
+use super::workers::{ConnectionId, SharedSender, Uncounted};
 use crate::http::{Ask, Client, Fault, Lines};
 use crate::rpc::PATIENCE;
-use crate::rpc::wire::{BLOCK, Call, Crc, Digits, Notified, Part, cut, of_worker};
+use crate::rpc::wire::{BLOCK, Call, Crc, Digits, Notified, SetPart, cut, of_worker};
 
 /// The pause before a failed call is repeated.
 const PAUSE: Duration = Duration::from_millis(200);
@@ -29,14 +29,19 @@ const OPEN: usize = 3;
 
 /// Calls a worker with its newest set, for as long as the worker is here. `name` is that of its
 /// connection.
-pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, name: Digits, client: Arc<Client>) {
+pub(super) async fn call(
+    shared: Arc<SharedSender>,
+    id: ConnectionId,
+    name: Digits,
+    client: Arc<Client>,
+) {
     let Some(mut changes) = shared.changes(id) else {
         return;
     };
     let mut open: VecDeque<JoinHandle<()>> = VecDeque::new();
     while shared.is_here(id) {
         changes.mark_unchanged();
-        let Some(weightsync_mem::Notified { sequence, members }) = shared.next_call(id) else {
+        let Some(weightsync_mem::NotifiedSet { sequence, members }) = shared.next_call(id) else {
             // The sender ends, so no set follows.
             if changes.changed().await.is_err() {
                 return;
@@ -78,12 +83,12 @@ pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, name: Digits, cl
 }
 
 /// Describes a version for a call.
-pub(super) fn part(snapshot: &Snapshot) -> Part {
+pub(super) fn part(snapshot: &Snapshot) -> SetPart {
     let bytes = snapshot.bytes();
     // The copy pass made these, for blocks of the same size.
     let sums = snapshot.block_sums().ok().flatten();
     let sums = sums.unwrap_or_else(|| bytes.chunks(BLOCK as usize).map(crc64).collect());
-    Part {
+    SetPart {
         model: snapshot.model(),
         version: snapshot.version(),
         bytes: bytes.len() as u64,
@@ -96,7 +101,7 @@ pub(super) fn part(snapshot: &Snapshot) -> Part {
 /// Waits until a newer set exists for a worker that has not begun to fetch the set of its call:
 /// the worker may be stopped.
 async fn overtaken(
-    shared: &Shared,
+    shared: &SharedSender,
     id: ConnectionId,
     changes: &mut watch::Receiver<()>,
     sequence: u64,
@@ -109,7 +114,7 @@ async fn overtaken(
 }
 
 async fn notify(
-    shared: &Shared,
+    shared: &SharedSender,
     id: ConnectionId,
     client: &Arc<Client>,
     call: &Call,
@@ -135,7 +140,7 @@ async fn notify(
 }
 
 /// Waits for the last line, and for the end after it.
-async fn finish(shared: Arc<Shared>, id: ConnectionId, mut lines: Lines) {
+async fn finish(shared: Arc<SharedSender>, id: ConnectionId, mut lines: Lines) {
     loop {
         match lines.next::<Notified>(LOOK).await {
             Ok(Some(message)) => {
@@ -150,7 +155,7 @@ async fn finish(shared: Arc<Shared>, id: ConnectionId, mut lines: Lines) {
     }
 }
 
-fn on_message(shared: &Shared, id: ConnectionId, message: Notified) -> Result<(), Uncounted> {
+fn on_message(shared: &SharedSender, id: ConnectionId, message: Notified) -> Result<(), Uncounted> {
     match message {
         Notified::Staged { sequence } | Notified::Taken { sequence } => shared.staged(id, sequence),
         Notified::Applied(applied) => shared.applied(id, &applied),

@@ -10,16 +10,16 @@ use hyper::StatusCode;
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, sleep};
 use weightsync_engine::{WorkerId, log_limiter};
-use weightsync_mem::{Departure, Models};
+use weightsync_mem::{Departure, ModelMask};
 
 use super::caller;
-use super::server::{App, wrong};
-use super::workers::{ConnectionId, Registration, Shared};
+use super::server::{SenderApp, wrong};
+use super::workers::{ConnectionId, SharedSender, WorkerRegistration};
 use crate::http::{
-    Ask, Client, Encryption, Fault, Lines, LinesBody, Reach, Stopping, To, problem, read,
+    Ask, Client, Encryption, Fault, Lines, LinesBody, Reachability, Stopping, To, problem, read,
 };
 use crate::rpc::wire::{
-    Digits, FromSender, FromWorker, MAX_BODY, MAX_DEVICE, PROTOCOL, Problem, Register, Welcome,
+    Digits, FromSender, FromWorker, MAX_BODY, MAX_DEVICE, PROTOCOL, Register, RpcProblem, Welcome,
     addr_of, line, of_worker,
 };
 use crate::rpc::{BEAT, PROBE, PROBE_AGAIN, PROBE_BEHIND, SILENCE};
@@ -31,7 +31,7 @@ const CALLED_BACK: Duration = Duration::from_secs(2);
 /// connection.
 const LAST_MESSAGES: Duration = Duration::from_millis(500);
 
-pub(super) async fn register(State(app): State<App>, request: Request) -> Response {
+pub(super) async fn register(State(app): State<SenderApp>, request: Request) -> Response {
     let register: Register = match read(request, MAX_BODY).await {
         Ok(register) => register,
         Err((status, error)) => return wrong(status, error),
@@ -95,8 +95,8 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
 /// Checks whether a worker may have its number. It may not if another worker has it and is not
 /// silent. Returns the connection of a silent one.
 async fn may_come(
-    shared: &Shared,
-    registration: &Registration,
+    shared: &SharedSender,
+    registration: &WorkerRegistration,
 ) -> Result<Option<ConnectionId>, Response> {
     let Some(holder) = shared.holder(registration) else {
         return Ok(None);
@@ -124,16 +124,16 @@ async fn may_come(
     let worker = registration.worker;
     let why = format!("{worker} is already connected (pid {pid}); give this one another number");
     log_limiter::refused(&why);
-    let body = Problem {
+    let body = RpcProblem {
         error: why,
         taken_by: Some(pid),
-        ..Problem::default()
+        ..RpcProblem::default()
     };
     Err(problem(StatusCode::CONFLICT, body))
 }
 
 /// Checks a registration, if this sender can have such a worker.
-fn check(shared: &Shared, register: &Register) -> Result<Registration, Box<Response>> {
+fn check(shared: &SharedSender, register: &Register) -> Result<WorkerRegistration, Box<Response>> {
     let refuse = |status, reason: String| Err(Box::new(wrong(status, reason)));
     if register.protocol != PROTOCOL {
         let reason = format!(
@@ -144,13 +144,13 @@ fn check(shared: &Shared, register: &Register) -> Result<Registration, Box<Respo
         return refuse(StatusCode::CONFLICT, reason);
     }
     if register.seen > shared.run.epoch {
-        let problem_body = Problem {
+        let problem_body = RpcProblem {
             error: format!(
                 "this sender's {} is over: the worker has seen {}",
                 shared.run.epoch, register.seen
             ),
             epoch: Some(shared.run.epoch),
-            ..Problem::default()
+            ..RpcProblem::default()
         };
         return Err(Box::new(problem(StatusCode::CONFLICT, problem_body)));
     }
@@ -162,10 +162,10 @@ fn check(shared: &Shared, register: &Register) -> Result<Registration, Box<Respo
         let reason = format!("a device is named in at most {MAX_DEVICE} bytes");
         return refuse(StatusCode::UNPROCESSABLE_ENTITY, reason);
     }
-    let mut wanted = Models(0);
+    let mut wanted = ModelMask(0);
     for model in &register.models {
         match shared.ids().position(|id| id == model) {
-            Some(place) if !wanted.contains(place) => wanted = wanted.or(Models::of(&[place])),
+            Some(place) if !wanted.contains(place) => wanted = wanted.or(ModelMask::of(&[place])),
             _ => {
                 let reason = format!("this sender has no model {model}, or it is named twice");
                 return refuse(StatusCode::UNPROCESSABLE_ENTITY, reason);
@@ -192,7 +192,7 @@ fn check(shared: &Shared, register: &Register) -> Result<Registration, Box<Respo
     if let Err(error) = shared.access.may_dial_with_secret(addr) {
         return refuse(StatusCode::FORBIDDEN, error.to_string());
     }
-    let registration = Registration {
+    let registration = WorkerRegistration {
         worker: WorkerId(register.worker),
         pid: register.pid,
         addr,
@@ -206,7 +206,7 @@ fn check(shared: &Shared, register: &Register) -> Result<Registration, Box<Respo
 /// Calls a worker that registers, and keeps its lifeline. The worker answers its own registration
 /// alone.
 async fn call_back(
-    shared: &Shared,
+    shared: &SharedSender,
     client: &Arc<Client>,
     register: &Register,
 ) -> Result<Lines, String> {
@@ -237,7 +237,12 @@ async fn call_back(
 }
 
 /// Reads a worker's lifeline to its end.
-async fn follow(shared: Arc<Shared>, id: ConnectionId, client: Arc<Client>, mut lines: Lines) {
+async fn follow(
+    shared: Arc<SharedSender>,
+    id: ConnectionId,
+    client: Arc<Client>,
+    mut lines: Lines,
+) {
     let mut probed: Option<Instant> = None;
     let departure = loop {
         match lines.next::<FromWorker>(SILENCE).await {
@@ -255,9 +260,9 @@ async fn follow(shared: Arc<Shared>, id: ConnectionId, client: Arc<Client>, mut 
                         false => PROBE,
                     };
                     match client.reach(patience).await {
-                        Reach::Here => {}
-                        Reach::Refused => break Departure::Died,
-                        Reach::Away => break Departure::Lost,
+                        Reachability::Here => {}
+                        Reachability::Refused => break Departure::Died,
+                        Reachability::Away => break Departure::Lost,
                     }
                 }
             }
@@ -270,10 +275,10 @@ async fn follow(shared: Arc<Shared>, id: ConnectionId, client: Arc<Client>, mut 
     shared.end(id, departure);
 }
 
-fn note_silence(shared: &Shared, id: ConnectionId, silent: bool) {
+fn note_silence(shared: &SharedSender, id: ConnectionId, silent: bool) {
     if shared.note_silence(id, silent)
         && silent
-        && let Some(Registration { worker, pid, .. }) = shared.registration(id)
+        && let Some(WorkerRegistration { worker, pid, .. }) = shared.registration(id)
     {
         tracing::warn!(%worker, pid, "the worker does not answer; it may be stopped");
     }
@@ -281,7 +286,7 @@ fn note_silence(shared: &Shared, id: ConnectionId, silent: bool) {
 
 /// Sends signs of life to a worker for as long as the sender lives.
 async fn beat(
-    shared: Arc<Shared>,
+    shared: Arc<SharedSender>,
     id: ConnectionId,
     client: Arc<Client>,
     lines: mpsc::Sender<Bytes>,
@@ -309,8 +314,8 @@ async fn beat(
                 // If the listener is there, only this connection was lost, and the worker
                 // registers again.
                 let departure = match client.reach(PROBE).await {
-                    Reach::Refused => Departure::Died,
-                    Reach::Here | Reach::Away => Departure::Lost,
+                    Reachability::Refused => Departure::Died,
+                    Reachability::Here | Reachability::Away => Departure::Lost,
                 };
                 return shared.end(id, departure);
             }

@@ -13,10 +13,10 @@ use weightsync_engine::transport::{
 };
 use weightsync_engine::{Origin, Result, SenderStatus, Snapshot, Version, WorkerId, WorkerStatus};
 use weightsync_mem::Listener;
-use weightsync_net::tls::Asks;
+use weightsync_net::tls::ClientAuth;
 use weightsync_net::{Access, listen_error};
 
-use self::workers::Shared;
+use self::workers::SharedSender;
 use super::error::RpcError;
 use super::{Addresses, address};
 use crate::http::{Bearer, HttpThread, Limits, Server};
@@ -27,7 +27,7 @@ const HANDOVER: Duration = Duration::from_secs(1);
 /// The sender. Its segment decides what workers should run; its thread serves and calls them.
 #[derive(Debug)]
 pub(super) struct RpcSender {
-    shared: Arc<Shared>,
+    shared: Arc<SharedSender>,
     owner: Origin,
     /// Dropped before the segment: it tells the workers and joins the thread.
     _thread: HttpThread,
@@ -40,14 +40,14 @@ impl RpcSender {
         access.may_listen(at.listens).map_err(RpcError::from)?;
         let listener = address::listen(at.listens)?;
         let secret = opening.at.secret();
-        let tls = access.tls.clone().map(|tls| (tls, Asks::Certificate));
+        let tls = access.tls.clone().map(|tls| (tls, ClientAuth::Certificate));
         let server = Server::new(listener, Bearer::to_sender(secret), tls, Limits::default());
         let server = server.map_err(|source| listen_error(at.listens, source))?;
         let mut segment = Segment::open(opening, nobody_comes(opening)?, 0)?;
         // A worker checks each block that it fetches against its checksum.
         segment.set_checksums(true);
         let remote_readers = segment.remote_readers();
-        let shared = Arc::new(Shared::new(
+        let shared = Arc::new(SharedSender::new(
             opening.models.to_vec(),
             remote_readers,
             (at.found, secret),

@@ -21,24 +21,24 @@ use tokio::time::sleep;
 use weightsync_engine::Version;
 use weightsync_mem::Want;
 
-use super::workers::{Answer, ConnectionId, Serving, Shared, Uncounted};
+use super::workers::{ConnectionId, QuestionAnswer, ServingVersion, SharedSender, Uncounted};
 use super::{caller, lifeline};
 use crate::http::{Stopping, problem, range, read};
 use crate::rpc::wire::{
-    Asked, MAX_BODY, Problem, Question, WireWant, WorkerMessage, cut, of_sender,
+    Asked, MAX_BODY, Question, RpcProblem, WantKind, WorkerMessage, cut, of_sender,
 };
 
 /// How many bytes of a version a connection gets at once.
 const PART: usize = 256 << 10;
 
 #[derive(Clone)]
-pub(super) struct App {
-    pub(super) shared: Arc<Shared>,
+pub(super) struct SenderApp {
+    pub(super) shared: Arc<SharedSender>,
     pub(super) stopping: Stopping,
 }
 
 /// The routes of a sender.
-pub(super) fn router(shared: Arc<Shared>, stopping: Stopping) -> Router {
+pub(super) fn router(shared: Arc<SharedSender>, stopping: Stopping) -> Router {
     Router::new()
         .route(of_sender::WORKERS, post(lifeline::register))
         .route(of_sender::MESSAGES, post(message))
@@ -46,16 +46,16 @@ pub(super) fn router(shared: Arc<Shared>, stopping: Stopping) -> Router {
         .route(of_sender::MODEL, get(model))
         .route(of_sender::IMAGE, get(image))
         .route(of_sender::STATUS, get(status))
-        .with_state(App { shared, stopping })
+        .with_state(SenderApp { shared, stopping })
 }
 
 pub(super) fn wrong(status: StatusCode, error: impl Into<String>) -> Response {
     let error = error.into();
     problem(
         status,
-        Problem {
+        RpcProblem {
             error,
-            ..Problem::default()
+            ..RpcProblem::default()
         },
     )
 }
@@ -65,7 +65,11 @@ fn gone() -> Response {
     wrong(StatusCode::GONE, Uncounted::Gone.to_string())
 }
 
-async fn message(State(app): State<App>, Path(name): Path<String>, request: Request) -> Response {
+async fn message(
+    State(app): State<SenderApp>,
+    Path(name): Path<String>,
+    request: Request,
+) -> Response {
     let Some(id) = app.shared.named(&name) else {
         return gone();
     };
@@ -90,20 +94,20 @@ async fn message(State(app): State<App>, Path(name): Path<String>, request: Requ
 }
 
 /// A question that waits. Dropping it withdraws the question.
-struct Waiting<'a> {
-    shared: &'a Shared,
+struct WaitingQuestion<'a> {
+    shared: &'a SharedSender,
     id: ConnectionId,
     question: u64,
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for WaitingQuestion<'_> {
     fn drop(&mut self) {
         self.shared.withdraw(self.id, self.question);
     }
 }
 
 async fn set(
-    State(mut app): State<App>,
+    State(mut app): State<SenderApp>,
     Path(name): Path<String>,
     Query(question): Query<Question>,
 ) -> Response {
@@ -112,11 +116,11 @@ async fn set(
         return gone();
     };
     let want = match (question.want, question.model, question.version) {
-        (WireWant::Newest, ..) => Want::Newest,
+        (WantKind::Newest, ..) => Want::Newest,
         (word, Some(model), Some(version)) if model < shared.ids().count() => {
             let version = Version(version);
             match word {
-                WireWant::Exactly => Want::Exactly { model, version },
+                WantKind::Exactly => Want::Exactly { model, version },
                 _ => Want::AtLeast { model, version },
             }
         }
@@ -139,24 +143,24 @@ async fn set(
     let mut waiting = None;
     loop {
         match answer {
-            Answer::Set { sequence, members } => {
+            QuestionAnswer::Set { sequence, members } => {
                 let models = members.iter().map(caller::part).collect();
                 return Json(Asked { sequence, models }).into_response();
             }
-            Answer::Unknown { known } => {
+            QuestionAnswer::Unknown { known } => {
                 let error = "this version is no longer kept, or does not exist yet".into();
-                let body = Problem {
+                let body = RpcProblem {
                     error,
                     known,
-                    ..Problem::default()
+                    ..RpcProblem::default()
                 };
                 return problem(StatusCode::NOT_FOUND, body);
             }
-            Answer::Replaced => return StatusCode::NO_CONTENT.into_response(),
-            Answer::Gone => return gone(),
-            Answer::Later(question) if waiting.is_none() => {
+            QuestionAnswer::Replaced => return StatusCode::NO_CONTENT.into_response(),
+            QuestionAnswer::Gone => return gone(),
+            QuestionAnswer::Later(question) if waiting.is_none() => {
                 // Asked only now: the segment may have answered the question meanwhile.
-                waiting = Some(Waiting {
+                waiting = Some(WaitingQuestion {
                     shared,
                     id,
                     question,
@@ -164,7 +168,7 @@ async fn set(
                 answer = shared.answer(id, question);
                 continue;
             }
-            Answer::Later(_) => {}
+            QuestionAnswer::Later(_) => {}
         }
         tokio::select! {
             changed = changes.changed() => if changed.is_err() {
@@ -175,16 +179,16 @@ async fn set(
         }
         answer = match &waiting {
             Some(waiting) => shared.answer(id, waiting.question),
-            None => Answer::Gone,
+            None => QuestionAnswer::Gone,
         };
     }
 }
 
-async fn status(State(app): State<App>) -> Response {
+async fn status(State(app): State<SenderApp>) -> Response {
     Json(app.shared.status()).into_response()
 }
 
-async fn model(State(app): State<App>, Path(model): Path<usize>) -> Response {
+async fn model(State(app): State<SenderApp>, Path(model): Path<usize>) -> Response {
     let Some(described) = app.shared.described(model) else {
         return wrong(StatusCode::NOT_FOUND, "this sender has no such model");
     };
@@ -198,7 +202,7 @@ struct OfConnection {
 }
 
 async fn image(
-    State(app): State<App>,
+    State(app): State<SenderApp>,
     Path((model, version)): Path<(usize, u64)>,
     Query(of): Query<OfConnection>,
     headers: HeaderMap,
@@ -236,17 +240,17 @@ async fn image(
 
 /// Part of a version. The version is kept while it is sent, and not copied.
 struct ImageBody {
-    version: Arc<Serving>,
+    version: Arc<ServingVersion>,
     left: Range<usize>,
 }
 
 /// A part of a version.
-struct Piece {
-    version: Arc<Serving>,
+struct VersionPiece {
+    version: Arc<ServingVersion>,
     range: Range<usize>,
 }
 
-impl AsRef<[u8]> for Piece {
+impl AsRef<[u8]> for VersionPiece {
     fn as_ref(&self) -> &[u8] {
         &self.version.bytes()[self.range.clone()]
     }
@@ -266,7 +270,7 @@ impl http_body::Body for ImageBody {
         }
         self.left.start = range.end;
         let version = self.version.clone();
-        let piece = Bytes::from_owner(Piece { version, range });
+        let piece = Bytes::from_owner(VersionPiece { version, range });
         Poll::Ready(Some(Ok(Frame::data(piece))))
     }
 

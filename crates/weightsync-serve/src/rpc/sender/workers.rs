@@ -28,13 +28,13 @@ use weightsync_engine::{
     Epoch, ModelId, Result, Run, SenderStatus, Version, WorkerId, WorkerRoute,
 };
 use weightsync_mem::{
-    Delivery, Departure, Models, Notified, RemoteReader, RemoteReaderOptions, RemoteReaders,
+    Delivery, Departure, ModelMask, NotifiedSet, RemoteReader, RemoteReaderOptions, RemoteReaders,
     Snapshot, Want,
 };
 use weightsync_net::Access;
 use weightsync_net::log_limiter::{self, LogLimiter};
 
-pub(super) use self::versions::Serving;
+pub(super) use self::versions::ServingVersion;
 use crate::http::{Bearer, ProofKey};
 use crate::rpc::wire::{Applied, Digits, url};
 use crate::rpc::{passed, wait_on};
@@ -44,7 +44,7 @@ pub(super) type ConnectionId = u64;
 
 /// A worker's registration.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Registration {
+pub(super) struct WorkerRegistration {
     pub(super) worker: WorkerId,
     pub(super) pid: u32,
     /// The address at which the sender calls the worker. Another process of the same number, in
@@ -52,12 +52,12 @@ pub(super) struct Registration {
     pub(super) addr: SocketAddr,
     pub(super) device: String,
     /// The models that the worker takes.
-    pub(super) wanted: Models,
+    pub(super) wanted: ModelMask,
     /// The worker announces when its rendez-vous is over.
     pub(super) announces: bool,
 }
 
-impl Registration {
+impl WorkerRegistration {
     /// Whether both are the same receiver of the same process.
     fn is_same(&self, other: &Self) -> bool {
         (self.pid, self.addr, self.wanted) == (other.pid, other.addr, other.wanted)
@@ -66,7 +66,7 @@ impl Registration {
 
 /// The outcome of a question.
 #[derive(Debug)]
-pub(super) enum Answer {
+pub(super) enum QuestionAnswer {
     /// The sequence is 0 for a set other than the newest.
     Set {
         sequence: u64,
@@ -97,8 +97,8 @@ pub(super) enum Uncounted {
 }
 
 #[derive(Debug)]
-struct Worker {
-    registration: Registration,
+struct RegisteredWorker {
+    registration: WorkerRegistration,
     reader: RemoteReader,
     /// Wakes the tasks that call the worker and those that wait with its questions.
     changes: Arc<watch::Sender<()>>,
@@ -114,9 +114,9 @@ struct Worker {
     asked: u64,
 }
 
-impl Worker {
+impl RegisteredWorker {
     /// The newest set that the worker should have.
-    fn newest(&self) -> Option<Notified> {
+    fn newest(&self) -> Option<NotifiedSet> {
         // An error means that the sender ends.
         let newest = self.reader.notifications().ok()?.pop()?;
         (!newest.members.is_empty()).then_some(newest)
@@ -133,7 +133,7 @@ impl Worker {
 }
 
 #[derive(Debug)]
-struct Connection {
+struct WorkerConnection {
     worker: WorkerId,
     name: Digits,
     /// The sequence that the worker was called with last.
@@ -150,15 +150,15 @@ struct Connection {
 }
 
 #[derive(Debug, Default)]
-struct Table {
-    workers: BTreeMap<WorkerId, Worker>,
-    connections: BTreeMap<ConnectionId, Connection>,
+struct WorkerTable {
+    workers: BTreeMap<WorkerId, RegisteredWorker>,
+    connections: BTreeMap<ConnectionId, WorkerConnection>,
     last: ConnectionId,
     /// Versions whose bytes are on their way to a worker, with the number of answers.
     serving: BTreeMap<(ConnectionId, usize, Version), usize>,
 }
 
-impl Table {
+impl WorkerTable {
     /// The newest connection of a worker.
     fn current(&self, worker: WorkerId) -> Option<ConnectionId> {
         let mut connections = self.connections.iter().rev();
@@ -166,13 +166,13 @@ impl Table {
         newest.map(|(id, _)| *id)
     }
 
-    fn worker(&mut self, id: ConnectionId) -> Option<&mut Worker> {
+    fn worker(&mut self, id: ConnectionId) -> Option<&mut RegisteredWorker> {
         let connection = self.connections.get(&id)?;
         self.workers.get_mut(&connection.worker)
     }
 
     /// The connection of another worker that has the number of one that registers.
-    fn holder(&self, registration: &Registration) -> Option<ConnectionId> {
+    fn holder(&self, registration: &WorkerRegistration) -> Option<ConnectionId> {
         let holder = &self.workers.get(&registration.worker)?.registration;
         let is_other = (holder.pid, holder.addr) != (registration.pid, registration.addr);
         is_other
@@ -192,8 +192,8 @@ impl Table {
 
 /// The state that the trainer's thread and the serving thread share.
 #[derive(Debug)]
-pub(super) struct Shared {
-    table: Mutex<Table>,
+pub(super) struct SharedSender {
+    table: Mutex<WorkerTable>,
     /// A worker has staged or refused something, or has gone.
     changed: Condvar,
     remote_readers: RemoteReaders,
@@ -211,7 +211,7 @@ pub(super) struct Shared {
     history: Arc<SendHistory>,
 }
 
-impl Shared {
+impl SharedSender {
     /// The sender's status.
     pub(super) fn status(&self) -> SenderStatus {
         let roster = |status: &mut SenderStatus| status.workers = self.remote_readers.roster();
@@ -250,20 +250,20 @@ impl Shared {
         }
     }
 
-    fn table(&self) -> MutexGuard<'_, Table> {
+    fn table(&self) -> MutexGuard<'_, WorkerTable> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Registrations and departures.
-impl Shared {
+impl SharedSender {
     /// Notes that this process lacked a descriptor for a connection with a worker.
     pub(super) fn note_failed_accept(&self, error: &io::Error) {
         self.remote_readers.note_failed_accept(error);
     }
 
     /// The connection of another worker that has the number of one that registers.
-    pub(super) fn holder(&self, registration: &Registration) -> Option<ConnectionId> {
+    pub(super) fn holder(&self, registration: &WorkerRegistration) -> Option<ConnectionId> {
         self.table().holder(registration)
     }
 
@@ -276,7 +276,7 @@ impl Shared {
     /// As [`RemoteReaders::join`].
     pub(super) fn admit(
         &self,
-        registration: &Registration,
+        registration: &WorkerRegistration,
         name: Digits,
         holder: Option<ConnectionId>,
     ) -> Result<Option<(ConnectionId, u64)>, weightsync_mem::Error> {
@@ -301,7 +301,7 @@ impl Shared {
                 location: (registration.addr.ip().to_string(), WorkerRoute::Http),
             };
             let call = move |_| theirs.send_replace(());
-            let worker = Worker {
+            let worker = RegisteredWorker {
                 reader: self.remote_readers.join(options, call)?,
                 registration: registration.clone(),
                 changes,
@@ -315,7 +315,7 @@ impl Shared {
         }
         table.last += 1;
         let id = table.last;
-        let connection = Connection {
+        let connection = WorkerConnection {
             worker: registration.worker,
             name,
             called: 0,
@@ -332,7 +332,7 @@ impl Shared {
     /// A connection has ended. The worker goes with its last one.
     pub(super) fn end(&self, id: ConnectionId, departure: Departure) {
         let mut table = self.table();
-        let Some(Connection { worker, .. }) = table.connections.remove(&id) else {
+        let Some(WorkerConnection { worker, .. }) = table.connections.remove(&id) else {
             return;
         };
         match table.current(worker) {
@@ -355,7 +355,7 @@ impl Shared {
         self.table().connections.contains_key(&id)
     }
 
-    pub(super) fn registration(&self, id: ConnectionId) -> Option<Registration> {
+    pub(super) fn registration(&self, id: ConnectionId) -> Option<WorkerRegistration> {
         let mut table = self.table();
         table.worker(id).map(|worker| worker.registration.clone())
     }
@@ -408,10 +408,10 @@ impl Shared {
 }
 
 /// Calls to workers, and their reports.
-impl Shared {
+impl SharedSender {
     /// The next call to a worker, if there is a newer set for it. The set is held until
     /// [`called`](Self::called).
-    pub(super) fn next_call(&self, id: ConnectionId) -> Option<Notified> {
+    pub(super) fn next_call(&self, id: ConnectionId) -> Option<NotifiedSet> {
         let mut table = self.table();
         let worker = table.worker(id).filter(|worker| !worker.rejected)?;
         let (number, newest) = (worker.registration.worker, worker.newest()?);
@@ -460,7 +460,7 @@ impl Shared {
         &self,
         id: ConnectionId,
         sequence: Option<u64>,
-        what: impl FnOnce(&mut Worker),
+        what: impl FnOnce(&mut RegisteredWorker),
     ) -> Result<(), Uncounted> {
         let mut table = self.table();
         let worker = table.worker(id).ok_or(Uncounted::Gone)?;
@@ -557,34 +557,36 @@ impl Shared {
 }
 
 /// Questions.
-impl Shared {
+impl SharedSender {
     /// A worker asks for a set. Its earlier question gets no answer any more.
-    pub(super) fn ask(&self, id: ConnectionId, want: Want) -> Answer {
+    pub(super) fn ask(&self, id: ConnectionId, want: Want) -> QuestionAnswer {
         let mut table = self.table();
         let Some(worker) = table.worker(id).filter(|worker| !worker.rejected) else {
-            return Answer::Gone;
+            return QuestionAnswer::Gone;
         };
         worker.asked += 1;
         match worker.reader.ask(worker.asked, want) {
-            Ok(()) => Answer::Later(worker.asked),
-            Err(weightsync_mem::Error::NoSuchVersion { known, .. }) => Answer::Unknown { known },
-            Err(_) => Answer::Gone,
+            Ok(()) => QuestionAnswer::Later(worker.asked),
+            Err(weightsync_mem::Error::NoSuchVersion { known, .. }) => {
+                QuestionAnswer::Unknown { known }
+            }
+            Err(_) => QuestionAnswer::Gone,
         }
     }
 
     /// The answer to a question, if it is there.
-    pub(super) fn answer(&self, id: ConnectionId, question: u64) -> Answer {
+    pub(super) fn answer(&self, id: ConnectionId, question: u64) -> QuestionAnswer {
         let mut table = self.table();
         let Some(worker) = table.worker(id).filter(|worker| !worker.rejected) else {
-            return Answer::Gone;
+            return QuestionAnswer::Gone;
         };
         if worker.asked != question {
-            return Answer::Replaced;
+            return QuestionAnswer::Replaced;
         }
         let members = match worker.reader.answered() {
             Ok(Some((to, answer))) if to == question => answer.members,
-            Ok(_) => return Answer::Later(question),
-            Err(_) => return Answer::Gone,
+            Ok(_) => return QuestionAnswer::Later(question),
+            Err(_) => return QuestionAnswer::Gone,
         };
         // The segment keeps an answer until this is reported, and has one place for it.
         worker.reader.progress(0, question);
@@ -594,7 +596,7 @@ impl Shared {
         };
         let newest = worker.newest();
         let newest = newest.filter(|newest| versions(&newest.members) == versions(&members));
-        Answer::Set {
+        QuestionAnswer::Set {
             sequence: newest.map_or(0, |newest| newest.sequence),
             members,
         }
@@ -612,7 +614,7 @@ impl Shared {
 }
 
 /// Descriptions and names.
-impl Shared {
+impl SharedSender {
     /// The description of a model that workers get.
     pub(super) fn described(&self, model: usize) -> Option<Bytes> {
         let spec = self.models.get(model)?;

@@ -179,7 +179,7 @@ fn messages_match_their_openapi_schemas() {
     for one in [here, FromWorker::Beat(1), FromWorker::Left {}] {
         assert_described("FromWorker", one);
     }
-    let part = |digest| Part {
+    let part = |digest| SetPart {
         model: 0,
         version: Version(1),
         bytes: 64,
@@ -245,10 +245,10 @@ fn messages_match_their_openapi_schemas() {
             attributes: Default::default(),
         },
     );
-    assert_described("Problem", Problem::default());
+    assert_described("Problem", RpcProblem::default());
     assert_described(
         "Problem",
-        Problem {
+        RpcProblem {
             error: reason(),
             known: vec![Version(3)],
             epoch: Some(Epoch(2)),
@@ -290,7 +290,7 @@ fn the_routes_are_those_described() {
     );
     // A question is its parameters.
     let question = Question {
-        want: WireWant::Newest,
+        want: WantKind::Newest,
         model: Some(0),
         version: Some(0),
         wait_ms: Some(0),

@@ -13,14 +13,16 @@ use tokio::time::timeout;
 use weightsync_conformance::scale::longest;
 use weightsync_engine::Tensors;
 use weightsync_engine::transport::raise_files;
-use weightsync_net::tls::{Asks, AsyncStream, Part as Role, Peer, Request, Tls, make};
+use weightsync_net::tls::{
+    AsyncStream, CertificateRequest, CertificateRole as Role, ClientAuth, Tls, TlsPeer, make,
+};
 use weightsync_store::{SaveOptions, Store, Work, Writer};
 
 use super::*;
 use crate::http::{Bearer, HttpThread, Limits, Server};
 use crate::synchronizer::events::Events;
 use crate::synchronizer::lasting::Shelf;
-use crate::synchronizer::memory::Held;
+use crate::synchronizer::memory::HeldVersions;
 use crate::synchronizer::server::{App, router};
 
 /// Bytes of a version: several pieces.
@@ -68,10 +70,10 @@ async fn slow_downloads_read_a_piece_ahead_and_no_more() {
     let (store, read) = counted(store);
     let stored = Shelf::new(store).weights(Version(1)).unwrap().remove(0);
     stored.compare().unwrap();
-    let pieces = Pieces::new(Turns::new(3), 2);
+    let pieces = Pieces::new(BlockingTurns::new(3), 2);
     let mut downloads: Vec<_> = (0..30)
         .map(|_| {
-            let file = File::of(Weights::Stored(stored.clone())).unwrap();
+            let file = File::of(VersionWeights::Stored(stored.clone())).unwrap();
             let all = 0..file.bytes;
             FileBody::new(file, all, &pieces)
         })
@@ -110,10 +112,10 @@ async fn slow_downloads_read_a_piece_ahead_and_no_more() {
 async fn stalled_downloads_keep_a_few_pieces_together() {
     let (_dir, store) = store();
     let stored = Shelf::new(store).weights(Version(1)).unwrap().remove(0);
-    let pieces = Pieces::new(Turns::new(3), 2);
+    let pieces = Pieces::new(BlockingTurns::new(3), 2);
     let mut downloads = Vec::new();
     for number in 0..BYTES.div_ceil(StoredWeights::PIECE) {
-        let file = File::of(Weights::Stored(stored.clone())).unwrap();
+        let file = File::of(VersionWeights::Stored(stored.clone())).unwrap();
         let begins = file.header.len() as u64 + number * StoredWeights::PIECE;
         let rest = begins..file.bytes;
         let mut body = FileBody::new(file, rest, &pieces);
@@ -151,7 +153,7 @@ async fn comparison_stops_when_nobody_waits_for_it() {
     let stored = Shelf::new(store).weights(Version(1)).unwrap().remove(0);
     read.store(0, Ordering::SeqCst);
     is_open.store(false, Ordering::SeqCst);
-    let turns = Turns::new(1);
+    let turns = BlockingTurns::new(1);
     let mut compares = Box::pin(compare(stored.clone(), &turns));
     tokio::select! {
         biased;
@@ -236,7 +238,7 @@ fn handshake_ends_while_all_reads_are_blocked() {
         Ok(())
     });
     let folder = tempfile::tempdir().unwrap();
-    let request = Request {
+    let request = CertificateRequest {
         out: folder.path().to_owned(),
         hosts: vec!["127.0.0.1".into()],
         days: 2,
@@ -246,11 +248,11 @@ fn handshake_ends_while_all_reads_are_blocked() {
 
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap();
-    let server_tls = Some((tls(Role::Trainer), Asks::IfAny));
+    let server_tls = Some((tls(Role::Trainer), ClientAuth::IfAny));
     let bearer = Bearer::to_synchronizer(None);
     let server = Server::new(listener, bearer, server_tls, Limits::default()).unwrap();
     let (inputs, _inputs) = mpsc::channel();
-    let held = Held::new("shared-mem".parse().unwrap(), 0, None);
+    let held = HeldVersions::new("shared-mem".parse().unwrap(), 0, None);
     let shelf = Some(Shelf::new(store));
     let app = App::new(inputs, Events::default(), held, shelf, true);
     let thread = HttpThread::start("test", move |stopping| {
@@ -262,7 +264,7 @@ fn handshake_ends_while_all_reads_are_blocked() {
     let ask = async |path: &str| {
         let asked = async {
             let socket = TcpStream::connect(at).await.unwrap();
-            let peer = Peer::Trainer("127.0.0.1");
+            let peer = TlsPeer::Trainer("127.0.0.1");
             let stream = AsyncStream::dial(socket, Some(&tls), at, peer).await;
             let mut stream = stream.expect("the handshake ends");
             let head = format!("GET {path} HTTP/1.1\r\nHost: {at}\r\n\r\n");

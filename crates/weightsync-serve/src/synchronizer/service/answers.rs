@@ -3,38 +3,38 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use weightsync_core::synchronizer::{Effect, Event, Need, Outcome, Party};
+use weightsync_core::synchronizer::{Need, Party, SyncEffect, SyncEvent, SyncOutcome};
 use weightsync_engine::Version;
 
-use super::super::events::{Record, What, since_1970};
+use super::super::events::{EventKind, EventRecord, since_1970};
 use super::super::wire::{
-    Ended, ExplorerLine, NeedAnswer, Problem, Reply, Role, SyncAnswer, TrainerAnswer,
+    Ended, ExplorerLine, NeedAnswer, Reply, RequestProblem, Role, SyncAnswer, TrainerAnswer,
 };
-use super::{Kind, Made, REMEMBERED, Service, Waiting};
+use super::{AvailableVersion, REMEMBERED, RequestKind, Service, WaitingRequest};
 
 /// The most explorers that an answer to a trainer has.
 const LINES: usize = 1000;
 
 impl Service {
-    pub(super) fn tell(&mut self, event: Event) {
+    pub(super) fn tell(&mut self, event: SyncEvent) {
         let now = self.now();
         for effect in self.core.step(event, now) {
             self.perform(effect);
         }
     }
 
-    pub(super) fn perform(&mut self, effect: Effect) {
+    pub(super) fn perform(&mut self, effect: SyncEffect) {
         match effect {
-            Effect::Wake(party) => self.answer_need(party),
-            Effect::Offered => {
+            SyncEffect::Wake(party) => self.answer_need(party),
+            SyncEffect::Offered => {
                 let explorers = self.members.iter();
                 let explorers = explorers.filter(|(_, one)| one.role == Role::Explorer);
                 for party in explorers.map(|(party, _)| *party).collect::<Vec<_>>() {
                     self.answer_need(party);
                 }
             }
-            Effect::Fetch(party, version) => self.fetch(party, version),
-            Effect::Meet(party, _, explorers) => {
+            SyncEffect::Fetch(party, version) => self.fetch(party, version),
+            SyncEffect::Meet(party, _, explorers) => {
                 self.meeting = explorers;
                 // Of a meeting whose trainer has left, too.
                 self.gone.clear();
@@ -43,26 +43,26 @@ impl Service {
                 }
                 self.answer_meet(party, Reply::Go {});
             }
-            Effect::Synced(party, outcome) => {
+            SyncEffect::Synced(party, outcome) => {
                 self.meeting.retain(|one| *one != party);
                 self.ended(party, Ended::of(outcome));
             }
-            Effect::Met(party, version, all) => self.met(party, version, &all),
-            Effect::Refused(party) => self.refused(party),
+            SyncEffect::Met(party, version, all) => self.met(party, version, &all),
+            SyncEffect::Refused(party) => self.refused(party),
         }
     }
 
     pub(super) fn answer_need(&mut self, party: Party) {
         let need = self.waiting_need(party);
         if (need.need != Need::No || need.trainer_stopped)
-            && let Some(waiting) = self.waiting(party, |kind| kind == Kind::Need)
+            && let Some(waiting) = self.waiting(party, |kind| kind == RequestKind::Need)
         {
             (waiting.answer)(Ok(Reply::Need(need)));
         }
     }
 
     pub(super) fn answer_meet(&mut self, party: Party, reply: Reply) {
-        if let Some(waiting) = self.waiting(party, |kind| matches!(kind, Kind::Meet(..))) {
+        if let Some(waiting) = self.waiting(party, |kind| matches!(kind, RequestKind::Meet(..))) {
             (waiting.answer)(Ok(reply));
         }
     }
@@ -76,12 +76,14 @@ impl Service {
         }
         *self.counts.ended.entry(ended.word()).or_default() += 1;
         let version = self.core.version(party);
-        self.note(What::Ended(ended), party, |event| event.version = version);
+        self.note(EventKind::Ended(ended), party, |event| {
+            event.version = version
+        });
         self.answer_sync(party, ended);
     }
 
     pub(super) fn answer_sync(&mut self, party: Party, ended: Ended) {
-        let Some(waiting) = self.waiting(party, |kind| kind == Kind::Sync) else {
+        let Some(waiting) = self.waiting(party, |kind| kind == RequestKind::Sync) else {
             return;
         };
         let version = self.core.version(party).unwrap_or(Version::NONE);
@@ -99,11 +101,18 @@ impl Service {
         })));
     }
 
-    pub(super) fn met(&mut self, party: Party, version: Version, all: &BTreeMap<Party, Outcome>) {
+    pub(super) fn met(
+        &mut self,
+        party: Party,
+        version: Version,
+        all: &BTreeMap<Party, SyncOutcome>,
+    ) {
         self.meeting.clear();
         let mut gone = std::mem::take(&mut self.gone);
-        let synced = all.values().any(|one| matches!(one, Outcome::Synced(_)));
-        let late = all.values().any(|one| *one == Outcome::TimedOut);
+        let synced = all
+            .values()
+            .any(|one| matches!(one, SyncOutcome::Synced(_)));
+        let late = all.values().any(|one| *one == SyncOutcome::TimedOut);
         let (ended, reason) = match (all.is_empty(), late) {
             _ if synced => (Ended::Synced, None),
             (true, _) => (Ended::TimedOut, Some("no explorer came")),
@@ -124,7 +133,7 @@ impl Service {
         if synced {
             self.note_published(party, version, step);
         }
-        match self.waiting(party, |kind| matches!(kind, Kind::Meet(..))) {
+        match self.waiting(party, |kind| matches!(kind, RequestKind::Meet(..))) {
             Some(waiting) => (waiting.answer)(Ok(Reply::Trained(answer))),
             None => {
                 if let Some(member) = self.members.get_mut(&party) {
@@ -153,12 +162,13 @@ impl Service {
                      {}; end this process",
                     self.core.epoch().0
                 );
-                self.events.note(What::Died, Role::Trainer, &name, |event| {
-                    event.reason = Some(reason.clone());
-                });
-                Problem::Replaced { reason }
+                self.events
+                    .note(EventKind::Died, Role::Trainer, &name, |event| {
+                        event.reason = Some(reason.clone());
+                    });
+                RequestProblem::Replaced { reason }
             }
-            false => Problem::Refused {
+            false => RequestProblem::Refused {
                 reason: format!(
                     "expected a version above {}, and no meeting that goes on already",
                     self.core.highest()
@@ -174,8 +184,8 @@ impl Service {
     pub(super) fn waiting(
         &mut self,
         party: Party,
-        is: impl FnOnce(Kind) -> bool,
-    ) -> Option<Waiting> {
+        is: impl FnOnce(RequestKind) -> bool,
+    ) -> Option<WaitingRequest> {
         let member = self.members.get_mut(&party)?;
         member.waiting.take_if(|waiting| is(waiting.kind))
     }
@@ -253,7 +263,7 @@ impl Service {
         self.note_saves();
         self.counts.published += 1;
         self.record.note(self.core.epoch(), Some((version, step)));
-        self.published.push_back(Made {
+        self.published.push_back(AvailableVersion {
             version,
             step: Some(step),
             at_ms: Some(since_1970()),
@@ -261,7 +271,7 @@ impl Service {
         if self.published.len() > REMEMBERED {
             self.published.pop_front();
         }
-        self.note(What::Published, party, |event| {
+        self.note(EventKind::Published, party, |event| {
             (event.version, event.step) = (Some(version), Some(step));
         });
     }
@@ -272,7 +282,7 @@ impl Service {
         }
     }
 
-    pub(super) fn note(&self, what: What, party: Party, more: impl FnOnce(&mut Record)) {
+    pub(super) fn note(&self, what: EventKind, party: Party, more: impl FnOnce(&mut EventRecord)) {
         if let Some(member) = self.members.get(&party) {
             self.events.note(what, member.role, &member.name, more);
         }

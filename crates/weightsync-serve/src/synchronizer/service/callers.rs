@@ -3,15 +3,15 @@
 use weightsync_core::synchronizer::Method;
 use weightsync_engine::transport::Endpoint;
 use weightsync_engine::{AnyScheme, Epoch, Error, InitInfo, Version};
-use weightsync_net::tls::Part;
+use weightsync_net::tls::CertificateRole;
 use weightsync_store::StoreScheme;
 
 use super::super::events::since_1970;
 use super::super::memory::check_number;
 use super::super::settings::method_word;
-use super::super::wire::{Join, Problem, Role};
+use super::super::wire::{Join, RequestProblem, Role};
 use super::{Caller, Service};
-use crate::http::Came;
+use crate::http::ConnectionInfo;
 use crate::rpc::Addresses;
 
 /// How far an epoch may be above this machine's clock, in milliseconds. A trainer may have its epoch from
@@ -24,13 +24,13 @@ const LOCAL: [&str; 2] = ["shared-mem", "multi-process"];
 impl Caller {
     /// Refuses a client whose certificate is not for this role. Where the connection is plain there are no
     /// certificates: on loopback, or with permission.
-    pub(super) fn may_be(self, role: Role) -> Result<(), Problem> {
+    pub(super) fn may_be(self, role: Role) -> Result<(), RequestProblem> {
         let Self::Client(came) = self else {
             return Ok(());
         };
         let reason = match (came.part, role) {
             _ if !came.is_encrypted => return Ok(()),
-            (Some(Part::Trainer), _) | (Some(_), Role::Explorer) => return Ok(()),
+            (Some(CertificateRole::Trainer), _) | (Some(_), Role::Explorer) => return Ok(()),
             (Some(part), Role::Trainer) => format!(
                 "expected the trainer's certificate of a {role}, got a {part}'s: give this process \
                  trainer.pem (WEIGHTSYNC_TLS_DIR)"
@@ -41,17 +41,17 @@ impl Caller {
                  a client read, and nothing else"
             ),
         };
-        Err(Problem::Refused { reason })
+        Err(RequestProblem::Refused { reason })
     }
 }
 
 impl Service {
     /// The epoch of a trainer that joins.
-    pub(super) fn epoch_of(&self, join: &Join) -> Result<Epoch, Problem> {
+    pub(super) fn epoch_of(&self, join: &Join) -> Result<Epoch, RequestProblem> {
         let newest = self.core.epoch();
         let Some(epoch) = join.epoch else {
             // Above those of earlier lives that this one knows nothing of, as far as clocks agree.
-            let next = newest.next().ok_or_else(|| Problem::Refused {
+            let next = newest.next().ok_or_else(|| RequestProblem::Refused {
                 reason: format!(
                     "no epoch is left after {}: start the synchronizer with another run_dir",
                     newest.0
@@ -72,7 +72,7 @@ impl Service {
                 )),
                 newest.0
             );
-            return Err(Problem::Replaced { reason });
+            return Err(RequestProblem::Replaced { reason });
         }
         // One that is far above would fence off every later trainer, for good.
         let most = since_1970().saturating_add(CLOCKS_DIFFER).max(newest.0);
@@ -83,15 +83,15 @@ impl Service {
                  a new epoch, and set the clocks",
                 join.name, epoch.0, newest.0
             );
-            return Err(Problem::Refused { reason });
+            return Err(RequestProblem::Refused { reason });
         }
         Ok(epoch)
     }
 
     /// Refuses a number for a trainer's version that is far above all that is known.
-    pub(super) fn check_version(&self, version: Version) -> Result<(), Problem> {
+    pub(super) fn check_version(&self, version: Version) -> Result<(), RequestProblem> {
         let highest = self.core.highest().max(self.held.newest());
-        check_number(version, highest).map_err(|reason| Problem::Refused { reason })
+        check_number(version, highest).map_err(|reason| RequestProblem::Refused { reason })
     }
 
     /// Refuses an init info by which versions cannot come with the method, or that leads where its trainer
@@ -102,7 +102,7 @@ impl Service {
         name: &str,
         method: Method,
         from: &InitInfo,
-    ) -> Result<(), Problem> {
+    ) -> Result<(), RequestProblem> {
         let scheme = from.scheme();
         let is_stored = StoreScheme::address_of(from).is_some();
         let wrong = |expected: &str| {
@@ -112,7 +112,7 @@ impl Service {
                 word(scheme),
                 method_word(method)
             );
-            Err(Problem::Refused { reason })
+            Err(RequestProblem::Refused { reason })
         };
         match method {
             Method::Checkpoint if is_stored => return Ok(()),
@@ -133,7 +133,7 @@ impl Service {
             Err(Error::UnknownScheme { .. }) if method == Method::Direct => {}
             Err(error) => {
                 let reason = format!("the init info of the trainer {name:?}: {error}");
-                return Err(Problem::Refused { reason });
+                return Err(RequestProblem::Refused { reason });
             }
             Ok(_) => {}
         }
@@ -144,7 +144,7 @@ impl Service {
                  one machine, too",
             ),
             (Method::Memory, Caller::Client(came)) => {
-                may_lead_to(came, from.endpoint()).map_err(|reason| Problem::Refused {
+                may_lead_to(came, from.endpoint()).map_err(|reason| RequestProblem::Refused {
                     reason: format!("the init info of the trainer {name:?} {reason}"),
                 })
             }
@@ -156,9 +156,9 @@ impl Service {
 /// Whether a client may have this service connect to an address: with the trainer's certificate
 /// anywhere, as the trainer is trusted and the end there shows such a certificate, too. On loopback a
 /// client could connect itself. Any other is to be where it comes from.
-fn may_lead_to(came: Came, at: &Endpoint) -> Result<(), String> {
+fn may_lead_to(came: ConnectionInfo, at: &Endpoint) -> Result<(), String> {
     let found = Addresses::of(at).map(|at| at.found.ip().to_canonical());
-    let is_proved = came.part == Some(Part::Trainer);
+    let is_proved = came.part == Some(CertificateRole::Trainer);
     if is_proved || came.from.is_loopback() || found.is_ok_and(|found| found == came.from) {
         return Ok(());
     }
@@ -179,8 +179,8 @@ fn word(scheme: &str) -> &str {
 mod tests {
     use super::*;
 
-    fn came(from: &str, part: Option<Part>) -> Came {
-        Came {
+    fn came(from: &str, part: Option<CertificateRole>) -> ConnectionInfo {
+        ConnectionInfo {
             from: from.parse().unwrap(),
             is_encrypted: part.is_some(),
             part,
@@ -209,11 +209,19 @@ mod tests {
             "192.0.2.8:7070 at 192.0.2.7:7070",
             "trainer:7070",
         ] {
-            for part in [None, Some(Part::Worker), Some(Part::Relay)] {
+            for part in [
+                None,
+                Some(CertificateRole::Worker),
+                Some(CertificateRole::Relay),
+            ] {
                 let said = leads("192.0.2.7", part, to).unwrap_err();
                 assert!(said.contains("expected 192.0.2.7"), "{said}");
             }
-            assert_eq!(leads("192.0.2.7", Some(Part::Trainer), to), Ok(()), "{to}");
+            assert_eq!(
+                leads("192.0.2.7", Some(CertificateRole::Trainer), to),
+                Ok(()),
+                "{to}"
+            );
         }
     }
 }

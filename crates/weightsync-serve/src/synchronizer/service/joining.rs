@@ -2,22 +2,28 @@
 
 use std::collections::BTreeSet;
 
-use weightsync_core::synchronizer::{Departure, Event, Method, Party, Style};
+use weightsync_core::synchronizer::{Method, Party, PartyDeparture, Style, SyncEvent};
 use weightsync_engine::Version;
 use weightsync_engine::transport::random;
 
-use super::super::events::What;
+use super::super::events::EventKind;
 use super::super::memory::{Bridge, FromBridge};
 use super::super::settings::{fit, method_word, style_word};
-use super::super::wire::{ExplorerLine, Join, Joined, MAX_NAME, PROTOCOL, Problem, Role};
-use super::{Caller, Input, Member, REMEMBERED, Service};
+use super::super::wire::{
+    ExplorerLine, Join, JoinAnswer, MAX_NAME, PROTOCOL, RequestProblem, Role,
+};
+use super::{Caller, PartyRecord, REMEMBERED, Service, ServiceInput};
 
 /// The highest number that an explorer may come back with.
 const MOST_WORKERS: u32 = 1 << 30;
 
 impl Service {
-    pub(super) fn join(&mut self, join: Join, caller: Caller) -> Result<Joined, Problem> {
-        let refused = |reason: String| Err(Problem::Refused { reason });
+    pub(super) fn join(
+        &mut self,
+        join: Join,
+        caller: Caller,
+    ) -> Result<JoinAnswer, RequestProblem> {
+        let refused = |reason: String| Err(RequestProblem::Refused { reason });
         if join.protocol != PROTOCOL {
             return refused(format!(
                 "the synchronizer speaks protocol {PROTOCOL}, the {} {:?} speaks {}: install the same \
@@ -35,7 +41,7 @@ impl Service {
         }
         let most = self.options.max_parties;
         // A trainer always finds a place, and so does a party that comes back.
-        let is_back = |member: &Member| member.role == join.role && member.name == join.name;
+        let is_back = |member: &PartyRecord| member.role == join.role && member.name == join.name;
         let is_new = join.role == Role::Explorer && !self.members.values().any(is_back);
         if is_new && self.members.len() >= most {
             return refused(format!(
@@ -60,7 +66,12 @@ impl Service {
         }
     }
 
-    pub(super) fn check_styles(&self, role: Role, name: &str, style: Style) -> Result<(), Problem> {
+    pub(super) fn check_styles(
+        &self,
+        role: Role,
+        name: &str,
+        style: Style,
+    ) -> Result<(), RequestProblem> {
         for member in self.members.values().filter(|one| one.role != role) {
             let (trainer, explorer) = match role {
                 Role::Trainer => (style, member.style),
@@ -75,7 +86,7 @@ impl Service {
                     member.name,
                     style_word(member.style)
                 );
-                return Err(Problem::Refused { reason });
+                return Err(RequestProblem::Refused { reason });
             }
         }
         Ok(())
@@ -86,10 +97,10 @@ impl Service {
         join: Join,
         caller: Caller,
         style: Style,
-    ) -> Result<Joined, Problem> {
+    ) -> Result<JoinAnswer, RequestProblem> {
         let Some(from) = join.from.clone() else {
             let reason = "a trainer says where its versions can be had".into();
-            return Err(Problem::Refused { reason });
+            return Err(RequestProblem::Refused { reason });
         };
         let epoch = self.epoch_of(&join)?;
         self.check_version(join.version)?;
@@ -97,7 +108,7 @@ impl Service {
         self.check_source(caller, &join.name, method, &from)?;
         let party = self.enter(Role::Trainer, join.name, style)?;
         self.core.choose(method);
-        self.tell(Event::TrainerJoined(party, epoch, join.step, style));
+        self.tell(SyncEvent::TrainerJoined(party, epoch, join.step, style));
         self.record.stopped = false;
         self.record.note(epoch, None);
         self.source = Some(from);
@@ -125,7 +136,7 @@ impl Service {
             return;
         };
         let inputs = self.inputs.clone();
-        let tell = move |said| drop(inputs.send(Input::FromBridge(party, said)));
+        let tell = move |said| drop(inputs.send(ServiceInput::FromBridge(party, said)));
         match Bridge::start(from, self.is_own_source, self.held.clone(), tell) {
             Ok(bridge) => self.bridge = Some(bridge),
             Err(error) => {
@@ -135,7 +146,11 @@ impl Service {
         }
     }
 
-    pub(super) fn join_explorer(&mut self, join: Join, style: Style) -> Result<Joined, Problem> {
+    pub(super) fn join_explorer(
+        &mut self,
+        join: Join,
+        style: Style,
+    ) -> Result<JoinAnswer, RequestProblem> {
         let worker = self.worker_of(&join);
         // Of another lineage its number says nothing.
         let version = match join.lineage == self.record.lineage {
@@ -144,7 +159,7 @@ impl Service {
         };
         let party = self.enter(Role::Explorer, join.name, style)?;
         let steps = [join.step, join.synced];
-        self.tell(Event::ExplorerJoined(party, version, steps, style));
+        self.tell(SyncEvent::ExplorerJoined(party, version, steps, style));
         // It was here before this life of the service was. Others may wait for the trainer of a new run.
         if self.record.stopped && !version.is_none() {
             self.core.remember_stopped(party);
@@ -172,9 +187,9 @@ impl Service {
     }
 
     /// Gives a party its number. One of its name and role is replaced.
-    fn enter(&mut self, role: Role, name: String, style: Style) -> Result<Party, Problem> {
+    fn enter(&mut self, role: Role, name: String, style: Style) -> Result<Party, RequestProblem> {
         // A party knows its own number, and must not know the next one's: who knows it can speak for it.
-        let apart = random().map_err(|error| Problem::Refused {
+        let apart = random().map_err(|error| RequestProblem::Refused {
             reason: format!("the synchronizer cannot give a number: {error}"),
         })?;
         self.last += 1 + u64::from(u32::from_le_bytes(apart));
@@ -186,7 +201,7 @@ impl Service {
                 let told = format!("{reason}; give each explorer a name of its own");
                 // Said at once where it waits: one that knows no reason would join again.
                 if let Some(waiting) = self.waiting(old, |_| true) {
-                    (waiting.answer)(Err(Problem::Replaced {
+                    (waiting.answer)(Err(RequestProblem::Replaced {
                         reason: told.clone(),
                     }));
                 }
@@ -198,10 +213,10 @@ impl Service {
             }
         }
         let party = Party(self.last);
-        self.events.note(What::Joined, role, &name, |event| {
+        self.events.note(EventKind::Joined, role, &name, |event| {
             event.style = Some(style_word(style));
         });
-        let member = Member {
+        let member = PartyRecord {
             name,
             role,
             style,
@@ -214,9 +229,9 @@ impl Service {
         Ok(party)
     }
 
-    pub(super) fn joined(&self, party: Party, style: Style, worker: u32) -> Joined {
+    pub(super) fn joined(&self, party: Party, style: Style, worker: u32) -> JoinAnswer {
         let (newest, newest_step) = self.core.newest();
-        Joined {
+        JoinAnswer {
             party: party.0,
             lineage: self.record.lineage,
             worker,
@@ -237,24 +252,24 @@ impl Service {
             return;
         };
         let what = match reason {
-            None => What::Stopped,
-            Some(_) => What::Died,
+            None => EventKind::Stopped,
+            Some(_) => EventKind::Died,
         };
         self.events.note(what, member.role, &member.name, |event| {
             event.reason.clone_from(&reason);
         });
         if let Some(waiting) = member.waiting {
-            (waiting.answer)(Err(Problem::Unknown {}));
+            (waiting.answer)(Err(RequestProblem::Unknown {}));
         }
         match member.role {
             Role::Trainer => {
                 self.retire_bridge();
                 let how = match reason {
-                    None => Departure::Stopped,
-                    Some(_) => Departure::Died,
+                    None => PartyDeparture::Stopped,
+                    Some(_) => PartyDeparture::Died,
                 };
-                self.tell(Event::TrainerLeft(party, how));
-                if how == Departure::Stopped {
+                self.tell(SyncEvent::TrainerLeft(party, how));
+                if how == PartyDeparture::Stopped {
                     self.record.set_stopped(true);
                     self.say_stopped();
                 }
@@ -264,7 +279,7 @@ impl Service {
                 if let Some(line) = line.filter(|_| self.core.is_sending()) {
                     self.gone.insert(party, ExplorerLine { reason, ..line });
                 }
-                self.tell(Event::ExplorerLeft(party));
+                self.tell(SyncEvent::ExplorerLeft(party));
             }
         }
     }

@@ -1,12 +1,12 @@
 //! What parties ask for.
 
-use weightsync_core::synchronizer::{Event, Method, Need, Party, State};
+use weightsync_core::synchronizer::{Method, Need, Party, State, SyncEvent};
 use weightsync_engine::Version;
 
-use super::super::events::What;
+use super::super::events::EventKind;
 use super::super::memory::{Bridge, FromBridge};
-use super::super::wire::{Ended, Problem, Reply, Request, Role, short};
-use super::{Answer, Caller, Kind, Moment, Service, Waiting};
+use super::super::wire::{Ended, Reply, Request, RequestProblem, Role, short};
+use super::{Answer, Caller, Moment, RequestKind, Service, WaitingRequest};
 
 impl Service {
     pub(super) fn ask(
@@ -19,10 +19,10 @@ impl Service {
         let Some(member) = self.members.get_mut(&party) else {
             return answer(Err(match self.replaced.get(&party) {
                 // It must not take the place back.
-                Some(reason) => Problem::Replaced {
+                Some(reason) => RequestProblem::Replaced {
                     reason: reason.clone(),
                 },
-                None => Problem::Unknown {},
+                None => RequestProblem::Unknown {},
             }));
         };
         let role = member.role;
@@ -34,7 +34,7 @@ impl Service {
         if let Some(earlier) = member.waiting.take() {
             let is_again = matches!(
                 (&request, earlier.kind),
-                (Request::Sent { version }, Kind::Meet(known, _)) if *version == known
+                (Request::Sent { version }, RequestKind::Meet(known, _)) if *version == known
             );
             // The client may ask again for the same, as a connection has ended.
             if !is_again {
@@ -48,7 +48,7 @@ impl Service {
     }
 
     /// Whether a party of this role may ask this.
-    fn may_ask(&self, role: Role, request: &Request) -> Result<(), Problem> {
+    fn may_ask(&self, role: Role, request: &Request) -> Result<(), RequestProblem> {
         let of = match request {
             Request::Sync { .. }
             | Request::Cancel {}
@@ -65,7 +65,7 @@ impl Service {
         };
         if let Some(of) = of.filter(|of| *of != role) {
             let reason = format!("this request is for a party that is {of}, and not for a {role}");
-            return Err(Problem::Refused { reason });
+            return Err(RequestProblem::Refused { reason });
         }
         match request {
             Request::Publishing { version, .. }
@@ -90,19 +90,19 @@ impl Service {
                     return answer(Ok(Reply::Need(need)));
                 }
                 let until = self.after(timeout_ms);
-                self.wait(party, Kind::Need, answer, until);
+                self.wait(party, RequestKind::Need, answer, until);
             }
             Request::Sync { step, timeout_ms } => {
                 self.stepped(party, step);
                 // It waits no longer for what it was told before.
-                self.tell(Event::ExplorerCancelled(party));
-                self.wait(party, Kind::Sync, answer, None);
+                self.tell(SyncEvent::ExplorerCancelled(party));
+                self.wait(party, RequestKind::Sync, answer, None);
                 let until = self.after(timeout_ms);
-                self.note(What::Asked, party, |_| {});
-                self.tell(Event::ExplorerSyncs(party, until));
+                self.note(EventKind::Asked, party, |_| {});
+                self.tell(SyncEvent::ExplorerSyncs(party, until));
             }
             Request::Cancel {} => {
-                self.tell(Event::ExplorerCancelled(party));
+                self.tell(SyncEvent::ExplorerCancelled(party));
                 answer(Ok(Reply::Done {}));
             }
             Request::Loaded { version } => {
@@ -117,8 +117,8 @@ impl Service {
                 {
                     self.published(trainer, version, step);
                 }
-                self.wait(party, Kind::Sync, answer, None);
-                self.tell(Event::ExplorerLoaded(party, version));
+                self.wait(party, RequestKind::Sync, answer, None);
+                self.tell(SyncEvent::ExplorerLoaded(party, version));
                 // It was too late for its sync, and runs the version all the same.
                 if self.is_waiting(party) {
                     self.ended(party, Ended::Synced);
@@ -126,12 +126,12 @@ impl Service {
             }
             Request::LoadFailed { version, reason } => {
                 self.set_reason(party, Some(short(&reason)));
-                self.wait(party, Kind::Sync, answer, None);
-                self.tell(Event::ExplorerFailed(party, version));
+                self.wait(party, RequestKind::Sync, answer, None);
+                self.tell(SyncEvent::ExplorerFailed(party, version));
                 self.answer_sync(party, Ended::Failed);
             }
             Request::Pause { paused } => {
-                self.tell(Event::ExplorerPaused(party, paused));
+                self.tell(SyncEvent::ExplorerPaused(party, paused));
                 answer(Ok(Reply::Done {}));
             }
             Request::Store {} => answer(Ok(Reply::Stored {
@@ -161,7 +161,7 @@ impl Service {
                     let answered = self.trained(version, step, Ended::Failed, Some(reason));
                     return answer(Ok(Reply::Trained(answered)));
                 }
-                self.wait(party, Kind::Published(version, step), answer, until);
+                self.wait(party, RequestKind::Published(version, step), answer, until);
                 if held {
                     self.published(party, version, step);
                 } else if self.bridge.as_ref().is_none_or(Bridge::is_over) {
@@ -178,23 +178,23 @@ impl Service {
                 self.remember(version, step);
                 // An earlier meeting, or this one if the client asks again as a connection has ended.
                 if self.core.state(party) == State::WaitingSync {
-                    self.tell(Event::TrainerFailed(party));
+                    self.tell(SyncEvent::TrainerFailed(party));
                 }
                 if let Some(member) = self.members.get_mut(&party) {
                     member.met = None;
                 }
                 self.record.announce(version);
-                self.wait(party, Kind::Meet(version, step), answer, None);
+                self.wait(party, RequestKind::Meet(version, step), answer, None);
                 let until = self.after(timeout_ms);
-                self.tell(Event::TrainerMeets(party, version, step, until));
+                self.tell(SyncEvent::TrainerMeets(party, version, step, until));
             }
             Request::Sent { version } => self.sent(party, version, answer),
             Request::Failed { reason } => {
                 self.set_reason(party, Some(short(&reason)));
-                self.note(What::Failed, party, |event| {
+                self.note(EventKind::Failed, party, |event| {
                     event.reason = Some(short(&reason));
                 });
-                self.tell(Event::TrainerFailed(party));
+                self.tell(SyncEvent::TrainerFailed(party));
                 answer(Ok(Reply::Done {}));
             }
             Request::Leave { reason } => {
@@ -217,12 +217,12 @@ impl Service {
     pub(super) fn wait(
         &mut self,
         party: Party,
-        kind: Kind,
+        kind: RequestKind,
         answer: Answer<Reply>,
         until: Option<Moment>,
     ) {
         if let Some(member) = self.members.get_mut(&party) {
-            member.waiting = Some(Waiting {
+            member.waiting = Some(WaitingRequest {
                 number: self.number,
                 kind,
                 answer,
@@ -235,7 +235,7 @@ impl Service {
     pub(super) fn withdraw(&mut self, party: Party, number: u64) {
         let member = self.members.get_mut(&party);
         let waiting = member.and_then(|member| {
-            let is_it = |waiting: &mut Waiting| waiting.number == number;
+            let is_it = |waiting: &mut WaitingRequest| waiting.number == number;
             member.waiting.take_if(is_it)
         });
         let Some(waiting) = waiting else {
@@ -244,11 +244,11 @@ impl Service {
         self.withdrawn(party, waiting.kind);
     }
 
-    fn withdrawn(&mut self, party: Party, kind: Kind) {
+    fn withdrawn(&mut self, party: Party, kind: RequestKind) {
         match kind {
-            Kind::Sync => self.tell(Event::ExplorerCancelled(party)),
-            Kind::Meet(..) => self.tell(Event::TrainerFailed(party)),
-            Kind::Need | Kind::Published(..) => {}
+            RequestKind::Sync => self.tell(SyncEvent::ExplorerCancelled(party)),
+            RequestKind::Meet(..) => self.tell(SyncEvent::TrainerFailed(party)),
+            RequestKind::Need | RequestKind::Published(..) => {}
         }
     }
 
@@ -257,8 +257,8 @@ impl Service {
             return;
         };
         match self.members.get(&party).map(|member| member.role) {
-            Some(Role::Trainer) => self.tell(Event::TrainerStepped(party, step)),
-            Some(Role::Explorer) => self.tell(Event::ExplorerStepped(party, step)),
+            Some(Role::Trainer) => self.tell(SyncEvent::TrainerStepped(party, step)),
+            Some(Role::Explorer) => self.tell(SyncEvent::ExplorerStepped(party, step)),
             None => {}
         }
     }
@@ -275,7 +275,7 @@ impl Service {
             let answered = self.trained(version, step, Ended::Failed, Some(reason.into()));
             return answer(Ok(Reply::Trained(answered)));
         }
-        self.wait(party, Kind::Meet(version, step), answer, None);
+        self.wait(party, RequestKind::Meet(version, step), answer, None);
         for explorer in std::mem::take(&mut self.meeting) {
             self.fetch(explorer, version);
         }
@@ -286,7 +286,7 @@ impl Service {
             Method::Memory => self.held.info(),
             Method::Direct | Method::Checkpoint => self.source.clone(),
         };
-        match (self.waiting(party, |kind| kind == Kind::Sync), from) {
+        match (self.waiting(party, |kind| kind == RequestKind::Sync), from) {
             (Some(waiting), Some(from)) => {
                 let from = Box::new(from);
                 (waiting.answer)(Ok(Reply::Fetch { version, from }));
@@ -294,11 +294,11 @@ impl Service {
             (waiting, _) => {
                 if let Some(waiting) = waiting {
                     // It is answered by what follows.
-                    self.wait(party, Kind::Sync, waiting.answer, None);
+                    self.wait(party, RequestKind::Sync, waiting.answer, None);
                     let reason = "nobody can say where the version can be had";
                     self.set_reason(party, Some(reason.into()));
                 }
-                self.tell(Event::ExplorerFailed(party, version));
+                self.tell(SyncEvent::ExplorerFailed(party, version));
             }
         }
     }
@@ -307,10 +307,10 @@ impl Service {
     pub(super) fn published(&mut self, party: Party, version: Version, step: u64) {
         if version > self.core.newest().0 {
             self.remember(version, step);
-            self.tell(Event::TrainerPublished(party, version, step));
+            self.tell(SyncEvent::TrainerPublished(party, version, step));
             self.note_published(party, version, step);
         }
-        let is_done = |kind| matches!(kind, Kind::Published(known, _) if known <= version);
+        let is_done = |kind| matches!(kind, RequestKind::Published(known, _) if known <= version);
         if let Some(waiting) = self.waiting(party, is_done) {
             let answer = self.trained(version, step, Ended::Synced, None);
             (waiting.answer)(Ok(Reply::Trained(answer)));
@@ -329,21 +329,21 @@ impl Service {
             }
             FromBridge::Failed(version, reason) => {
                 self.set_reason(party, Some(short(&reason)));
-                self.note(What::Failed, party, |event| {
+                self.note(EventKind::Failed, party, |event| {
                     event.reason = Some(short(&reason));
                 });
-                self.tell(Event::TrainerFailed(party));
+                self.tell(SyncEvent::TrainerFailed(party));
                 if version.is_none() {
                     // The next version that is published starts another.
                     self.retire_bridge();
                 }
                 let is_publishing = |kind| match (kind, version) {
-                    (Kind::Published(known, _), Some(version)) => known <= version,
-                    (Kind::Published(..), None) => true,
+                    (RequestKind::Published(known, _), Some(version)) => known <= version,
+                    (RequestKind::Published(..), None) => true,
                     _ => false,
                 };
                 if let Some(waiting) = self.waiting(party, is_publishing)
-                    && let Kind::Published(version, step) = waiting.kind
+                    && let RequestKind::Published(version, step) = waiting.kind
                 {
                     let answer = self.trained(version, step, Ended::Failed, Some(reason));
                     (waiting.answer)(Ok(Reply::Trained(answer)));

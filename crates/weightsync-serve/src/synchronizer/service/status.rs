@@ -7,14 +7,14 @@ use weightsync_core::synchronizer::{Party, State};
 use weightsync_engine::{Epoch, Version};
 use weightsync_store::SaveOutcome;
 
-use super::super::events::What;
+use super::super::events::EventKind;
 use super::super::settings::{method_word, style_word};
 use super::super::wire::{ExplorerLine, Role, short};
 use super::{SHOWN, Service};
 
 /// Everything, for people and programs.
 #[derive(Clone, Debug, Serialize)]
-pub(in crate::synchronizer) struct Status {
+pub(in crate::synchronizer) struct ServiceStatus {
     pub(in crate::synchronizer) method: &'static str,
     pub(in crate::synchronizer) newest: Version,
     pub(in crate::synchronizer) newest_step: u64,
@@ -105,14 +105,14 @@ impl Service {
             let name = trainer.map_or("", |trainer| &trainer.name);
             if why.is_some() {
                 self.events
-                    .note(What::NotSaved, Role::Trainer, name, |event| {
+                    .note(EventKind::NotSaved, Role::Trainer, name, |event| {
                         (event.version, event.reason) = (Some(version), why);
                     });
             }
         }
     }
 
-    pub(in crate::synchronizer) fn status(&mut self) -> Status {
+    pub(in crate::synchronizer) fn status(&mut self) -> ServiceStatus {
         self.note_saves();
         let (newest, newest_step) = self.core.newest();
         let trainer = self.core.trainer().and_then(|party| {
@@ -145,7 +145,7 @@ impl Service {
             at_ms: made.at_ms,
             held: held.contains(&made.version),
         });
-        Status {
+        ServiceStatus {
             method: method_word(self.core.method()),
             newest,
             newest_step,

@@ -16,7 +16,7 @@ use object_store::{
 
 use super::error::{found, io_error};
 use super::runtime::{Pending, next};
-use super::{Blob, Client, Upload};
+use super::{Blob, ObjectClient, Upload};
 
 /// Bytes of a part of an upload; all but the last have as many, which some stores ask for. S3 takes
 /// 10,000 parts, so a file has 80 GB at most.
@@ -32,7 +32,7 @@ const REMOVAL: Duration = Duration::from_secs(5);
 
 /// A large file on its way: one request if it is small.
 pub(super) struct Large {
-    client: Client,
+    client: ObjectClient,
     key: Path,
     pending: Vec<u8>,
     bytes: u64,
@@ -41,7 +41,7 @@ pub(super) struct Large {
 }
 
 impl Large {
-    pub(super) fn new(client: Client, key: Path) -> Self {
+    pub(super) fn new(client: ObjectClient, key: Path) -> Self {
         Self {
             client,
             key,
@@ -162,7 +162,7 @@ const HEADER: u64 = 64 << 10;
 
 /// A large file that is read. Should another take its place, reading fails.
 pub(super) struct Opened {
-    client: Client,
+    client: ObjectClient,
     key: Path,
     meta: ObjectMeta,
     /// The last two pieces that were read for small reads: two threads read next to each other.
@@ -171,7 +171,7 @@ pub(super) struct Opened {
 
 impl Opened {
     /// `None` if it is not there.
-    pub(super) fn new(client: Client, key: Path) -> io::Result<Option<Self>> {
+    pub(super) fn new(client: ObjectClient, key: Path) -> io::Result<Option<Self>> {
         let asked = key.clone();
         let opened = client.ask(move |store| async move {
             // The length and the first bytes by one request.

@@ -30,7 +30,7 @@ use object_store::{
 use weightsync_engine::Origin;
 use weightsync_engine::files::unique;
 
-pub(crate) use self::place::{EXPECTED, Place};
+pub(crate) use self::place::{BucketPrefix, EXPECTED};
 use super::{
     Blob, Life, MAX_SMALL, NO_NAME, OF_VERSIONS, Peer, Presence, Storage, Upload, is_of_a_store,
     is_temporary, no_file_of_a_store,
@@ -38,7 +38,7 @@ use super::{
 use crate::format::LEASES;
 use crate::lease;
 use error::{found, io_error, is_refused};
-use presence::{Beats, Table};
+use presence::{Beats, PeerTable};
 use runtime::Runtime;
 
 /// How often a replacement is tried again that was refused though nothing had changed.
@@ -53,52 +53,52 @@ pub(crate) use self::presence::is_presence;
 /// A store in an object store.
 #[derive(Clone)]
 pub(crate) struct Objects {
-    place: Place,
+    place: BucketPrefix,
     beats: Beats,
     /// The client of this process, and after a fork those of the children.
-    clients: Arc<OnceLock<Link>>,
+    clients: Arc<OnceLock<ProcessClient>>,
     /// What was seen of others.
-    seen: Arc<Table>,
+    seen: Arc<PeerTable>,
     /// Whether the service was seen to refuse writes whose conditions were not met.
     has_conditions: Arc<AtomicBool>,
 }
 
-struct Link {
+struct ProcessClient {
     /// Never dropped in another process: its connections and its thread are not that one's.
-    client: Option<Client>,
+    client: Option<ObjectClient>,
     owner: Origin,
-    next: OnceLock<Box<Link>>,
+    next: OnceLock<Box<ProcessClient>>,
 }
 
 /// A way to make requests.
 #[derive(Clone)]
-struct Client {
+struct ObjectClient {
     store: Arc<dyn ObjectStore>,
     runtime: Arc<Runtime>,
 }
 
 impl Objects {
     /// A store at this place. No request is made yet, and no thread started.
-    pub(crate) fn new(place: Place) -> Self {
+    pub(crate) fn new(place: BucketPrefix) -> Self {
         Self::with_beats(place, Beats::default())
     }
 
-    fn with_beats(place: Place, beats: Beats) -> Self {
+    fn with_beats(place: BucketPrefix, beats: Beats) -> Self {
         Self {
             place,
             beats,
             clients: Arc::default(),
-            seen: Table::shared(),
+            seen: PeerTable::shared(),
             has_conditions: Arc::default(),
         }
     }
 
     /// The client of this process: a connection that a fork copied would mix answers up.
-    fn client(&self) -> io::Result<Client> {
+    fn client(&self) -> io::Result<ObjectClient> {
         let mut link = match self.clients.get() {
             Some(link) => link,
             None => {
-                let first = Link::new(&self.place)?;
+                let first = ProcessClient::new(&self.place)?;
                 self.clients.get_or_init(|| first)
             }
         };
@@ -106,7 +106,7 @@ impl Objects {
             link = match link.next.get() {
                 Some(next) => next,
                 None => {
-                    let next = Box::new(Link::new(&self.place)?);
+                    let next = Box::new(ProcessClient::new(&self.place)?);
                     link.next.get_or_init(|| next)
                 }
             };
@@ -128,8 +128,8 @@ impl Objects {
         })
     }
 
-    fn peer_at(&self, path: &str) -> io::Result<Option<presence::Other>> {
-        presence::Other::look(self, path)
+    fn peer_at(&self, path: &str) -> io::Result<Option<presence::ObjectPeer>> {
+        presence::ObjectPeer::look(self, path)
     }
 
     /// Removes an object and what is below it, but for one.
@@ -153,22 +153,22 @@ impl Objects {
     }
 }
 
-impl Link {
-    fn new(place: &Place) -> io::Result<Self> {
+impl ProcessClient {
+    fn new(place: &BucketPrefix) -> io::Result<Self> {
         let runtime = Runtime::shared()?;
         let store = {
             let _entered = runtime.handle().enter();
             place.client()?
         };
         Ok(Self {
-            client: Some(Client { store, runtime }),
+            client: Some(ObjectClient { store, runtime }),
             owner: Origin::here(),
             next: OnceLock::new(),
         })
     }
 }
 
-impl Drop for Link {
+impl Drop for ProcessClient {
     fn drop(&mut self) {
         if !self.owner.is_here() {
             std::mem::forget(self.client.take());
@@ -176,7 +176,7 @@ impl Drop for Link {
     }
 }
 
-impl Client {
+impl ObjectClient {
     /// Makes requests and waits for them.
     fn ask<T, F>(&self, request: impl FnOnce(Arc<dyn ObjectStore>) -> F) -> io::Result<T>
     where

@@ -20,15 +20,15 @@ const RETRIES: Duration = Duration::from_secs(60);
 
 /// A prefix in a bucket.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
-    service: Service,
+pub(crate) struct BucketPrefix {
+    service: ObjectService,
     bucket: String,
     /// Empty, or names with `/` between them.
     prefix: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Service {
+enum ObjectService {
     S3,
     Google,
     Azure,
@@ -36,7 +36,7 @@ enum Service {
     Memory,
 }
 
-impl Service {
+impl ObjectService {
     const ALL: [Self; 4] = [Self::S3, Self::Google, Self::Azure, Self::Memory];
 
     fn scheme(self) -> &'static str {
@@ -55,17 +55,17 @@ pub(crate) const EXPECTED: &str = "s3://bucket/path, gs://bucket/path, az://cont
                                    `.` and `..` between single slashes, and without a key: keys \
                                    come from the environment";
 
-impl Place {
+impl BucketPrefix {
     /// Reads what follows the scheme and `://`; `None` if it names no place.
     pub(crate) fn parse(scheme: &str, rest: &str) -> Option<Self> {
-        let mut services = Service::ALL.into_iter();
+        let mut services = ObjectService::ALL.into_iter();
         let service = services.find(|service| service.scheme() == scheme)?;
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
         let prefix = prefix.strip_suffix('/').unwrap_or(prefix);
         let letters = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
         let is_bucket = match service {
             // The name is all there is, so it is the prefix.
-            Service::Memory => bucket.is_empty() && !prefix.is_empty(),
+            ObjectService::Memory => bucket.is_empty() && !prefix.is_empty(),
             _ => !bucket.is_empty() && bucket.len() <= 255 && bucket.chars().all(letters),
         };
         let bad = |c: char| c.is_control() || matches!(c, '?' | '#' | '\\');
@@ -109,19 +109,19 @@ impl Place {
         };
         let bucket = &self.bucket;
         Ok(match self.service {
-            Service::S3 => {
+            ObjectService::S3 => {
                 let builder = AmazonS3Builder::from_env().with_bucket_name(bucket);
                 Arc::new(builder.with_retry(retries).build().map_err(io_error)?)
             }
-            Service::Google => {
+            ObjectService::Google => {
                 let builder = GoogleCloudStorageBuilder::from_env().with_bucket_name(bucket);
                 Arc::new(builder.with_retry(retries).build().map_err(io_error)?)
             }
-            Service::Azure => {
+            ObjectService::Azure => {
                 let builder = MicrosoftAzureBuilder::from_env().with_container_name(bucket);
                 Arc::new(builder.with_retry(retries).build().map_err(io_error)?)
             }
-            Service::Memory => memory(&self.prefix),
+            ObjectService::Memory => memory(&self.prefix),
         })
     }
 }
@@ -135,7 +135,7 @@ fn memory(name: &str) -> Arc<InMemory> {
     stores.entry(name.into()).or_default().clone()
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for BucketPrefix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (scheme, bucket) = (self.service.scheme(), &self.bucket);
         write!(f, "{scheme}://{bucket}")?;

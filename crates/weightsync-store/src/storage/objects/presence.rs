@@ -20,7 +20,7 @@ use weightsync_engine::transport::{interrupt, random};
 
 use super::error::io_error;
 use super::runtime::Pending;
-use super::{Client, Life, Objects, Peer, Presence, Put, Storage, fetch, put_if};
+use super::{Life, ObjectClient, Objects, Peer, Presence, Put, Storage, fetch, put_if};
 use crate::storage::interrupted;
 
 /// How often a process says that it is alive, and when silence counts as death.
@@ -102,10 +102,10 @@ pub(super) fn beat() -> io::Result<Bytes> {
 /// What was seen of others, and since when. Shared by all stores of this process: who looks twice, by
 /// whatever store, need not watch twice.
 #[derive(Debug, Default)]
-pub(super) struct Table(Mutex<BTreeMap<String, Seen>>);
+pub(super) struct PeerTable(Mutex<BTreeMap<String, SeenPeer>>);
 
 #[derive(Clone, Debug)]
-struct Seen {
+struct SeenPeer {
     id: String,
     count: u64,
     /// When it was seen to change, or first seen.
@@ -115,24 +115,24 @@ struct Seen {
     looked: Instant,
 }
 
-impl Table {
+impl PeerTable {
     pub(super) fn shared() -> Arc<Self> {
-        static SHARED: LazyLock<Arc<Table>> = LazyLock::new(Arc::default);
+        static SHARED: LazyLock<Arc<PeerTable>> = LazyLock::new(Arc::default);
         SHARED.clone()
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Seen>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, SeenPeer>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Notes a look, and returns what is known.
-    fn note(&self, name: &str, beat: &Beat) -> Seen {
+    fn note(&self, name: &str, beat: &Beat) -> SeenPeer {
         let now = Instant::now();
         let mut all = self.lock();
         all.retain(|_, seen| now.duration_since(seen.looked) < FORGET);
         let before = all.get(name).filter(|seen| seen.id == beat.id);
         let same = before.filter(|seen| seen.count == beat.count);
-        let seen = Seen {
+        let seen = SeenPeer {
             id: beat.id.clone(),
             count: beat.count,
             since: same.map_or(now, |seen| seen.since),
@@ -155,12 +155,12 @@ impl Table {
 }
 
 /// Another process.
-pub(super) struct Other {
-    client: Client,
+pub(super) struct ObjectPeer {
+    client: ObjectClient,
     key: Path,
     name: String,
     beats: Beats,
-    table: Arc<Table>,
+    table: Arc<PeerTable>,
     beat: Beat,
     about: Bytes,
     /// As it was read.
@@ -169,7 +169,7 @@ pub(super) struct Other {
     life: Mutex<Life>,
 }
 
-impl Other {
+impl ObjectPeer {
     /// Looks at a presence; `None` if there is none.
     pub(super) fn look(objects: &Objects, path: &str) -> io::Result<Option<Self>> {
         let (client, key) = (objects.client()?, objects.key(path)?);
@@ -230,13 +230,13 @@ impl Other {
     }
 }
 
-impl std::fmt::Debug for Other {
+impl std::fmt::Debug for ObjectPeer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Other").field(&self.name).finish()
+        f.debug_tuple("ObjectPeer").field(&self.name).finish()
     }
 }
 
-impl Peer for Other {
+impl Peer for ObjectPeer {
     fn about(&self) -> &[u8] {
         &self.about
     }
@@ -271,23 +271,23 @@ impl Peer for Other {
 
 /// This process, as others see it.
 #[derive(Debug)]
-pub(super) struct Here {
-    client: Option<Client>,
+pub(super) struct ObjectPresence {
+    client: Option<ObjectClient>,
     owner: Origin,
     stop: Option<oneshot::Sender<()>>,
     /// Ends when the last word is written.
     heart: Mutex<Option<Pending<()>>>,
 }
 
-impl std::fmt::Debug for Client {
+impl std::fmt::Debug for ObjectClient {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Client({})", self.store)
     }
 }
 
-impl Presence for Here {}
+impl Presence for ObjectPresence {}
 
-impl Drop for Here {
+impl Drop for ObjectPresence {
     fn drop(&mut self) {
         let (client, stop) = (self.client.take(), self.stop.take());
         if !self.owner.is_here() {
@@ -314,11 +314,11 @@ pub(super) fn pause(beats: &Beats) -> io::Result<()> {
 ///
 /// [`AlreadyExists`](ErrorKind::AlreadyExists) if another process is alive there. If one is there
 /// that died, that takes [`Beats::silence`] to find out.
-pub(super) fn announce(objects: &Objects, path: &str, about: &[u8]) -> io::Result<Here> {
+pub(super) fn announce(objects: &Objects, path: &str, about: &[u8]) -> io::Result<ObjectPresence> {
     let key = objects.key(path)?;
     let client = objects.client()?;
     let about = Bytes::copy_from_slice(about);
-    let mut before: Option<Other> = None;
+    let mut before: Option<ObjectPeer> = None;
     loop {
         let (mode, replaced) = match &before {
             None => (PutMode::Create, None),
@@ -344,7 +344,7 @@ pub(super) fn announce(objects: &Objects, path: &str, about: &[u8]) -> io::Resul
 }
 
 /// Watches the process that is there until it has left or counts as dead. `None` if it is gone.
-fn wait_for_death(objects: &Objects, path: &str) -> io::Result<Option<Other>> {
+fn wait_for_death(objects: &Objects, path: &str) -> io::Result<Option<ObjectPeer>> {
     loop {
         let Some(other) = objects.peer_at(path)? else {
             return Ok(None);
@@ -360,13 +360,13 @@ fn wait_for_death(objects: &Objects, path: &str) -> io::Result<Option<Other>> {
 }
 
 fn start(
-    client: &Client,
+    client: &ObjectClient,
     key: Path,
     beat: Beat,
     version: UpdateVersion,
     about: Bytes,
     beats: Beats,
-) -> Here {
+) -> ObjectPresence {
     let (stop, stopped) = oneshot::channel();
     let store = client.store.clone();
     let heart = Heart {
@@ -379,7 +379,7 @@ fn start(
     let heart = client
         .runtime
         .start_request(heart.run(beats.every, stopped));
-    Here {
+    ObjectPresence {
         client: Some(client.clone()),
         owner: Origin::here(),
         stop: Some(stop),

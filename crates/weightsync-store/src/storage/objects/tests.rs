@@ -18,7 +18,7 @@ const HASTY: Beats = Beats {
 
 /// A store in memory of its own, as several processes see it.
 fn store(name: &str, beats: Beats) -> Objects {
-    let place = Place::parse("memory", &format!("/{name}")).unwrap();
+    let place = BucketPrefix::parse("memory", &format!("/{name}")).unwrap();
     Objects {
         // Another process has seen nothing yet.
         seen: Arc::default(),

@@ -205,7 +205,7 @@ fn missing_head_is_written_again() {
     let mut new = Trainer::new(storage.clone(), Keep::All);
     new.claim().unwrap();
     std::fs::remove_file(dir.path().join(HEAD)).unwrap();
-    let begun = Place {
+    let begun = VersionKey {
         epoch: new.writer.as_ref().unwrap().run().epoch,
         sequence: 7,
     };
@@ -221,11 +221,11 @@ fn missing_head_is_written_again() {
 fn claim_leaves_to_a_save_what_it_cannot_remove() {
     for call in 0.. {
         let dir = memory();
-        let storage = Faulty::new(Directory::new(dir.path()), Fault::Refused);
+        let storage = Faulty::new(Directory::new(dir.path()), InjectedFault::Refused);
         let mut trainer = Trainer::new(Arc::new(storage.clone()), Keep::All);
         trainer.claim().unwrap();
         trainer.save(&["policy"]).unwrap();
-        let begun = Place {
+        let begun = VersionKey {
             epoch: trainer.writer.as_ref().unwrap().run().epoch,
             sequence: 7,
         };

@@ -6,7 +6,7 @@ impl World {
     /// Does what the steps say, as long as nothing in use is written. A reader may
     /// pin what its mailbox was on at any moment before it is taken off it, so that
     /// counts as in use to the last step.
-    pub(super) fn carry_out(&mut self, steps: &[Step]) {
+    pub(super) fn carry_out(&mut self, steps: &[PageChange]) {
         let mailboxes = self.readers.values();
         let notified = mailboxes.flat_map(|reader| {
             let answer = reader.answer.iter().map(|(_, live)| live);
@@ -15,7 +15,7 @@ impl World {
         let notified = notified.fold(SlotSet::default(), |all, live| all.with(live.record));
         for step in steps {
             match *step {
-                Step::Write { record } => {
+                PageChange::Write { record } => {
                     assert!(!notified.contains(record), "written where a pin may be");
                     for reader in self.readers.values() {
                         let pinned = reader.pinned.iter().map(|(live, ..)| live);
@@ -29,14 +29,14 @@ impl World {
                     }
                     self.records[usize::from(record)] = Some(self.plan.record(record));
                 }
-                Step::Flip { key, live } => {
+                PageChange::Flip { key, live } => {
                     self.notify(key, live);
                     let reader = self.reader(key);
                     assert!(live.sequence > reader.notified);
                     reader.notified = live.sequence;
                     reader.live = Some(live);
                 }
-                Step::Push { key, live } => {
+                PageChange::Push { key, live } => {
                     self.notify(key, live);
                     let reader = self.reader(key);
                     assert!(live.sequence > reader.notified);
@@ -49,7 +49,7 @@ impl World {
                     let came = |(sequence, _): &mut (u64, Versions)| *sequence == live.sequence;
                     reader.waiting.pop_front_if(came);
                 }
-                Step::Answer {
+                PageChange::Answer {
                     key,
                     live,
                     question,
@@ -61,7 +61,7 @@ impl World {
                     reader.answer_notified = live.sequence;
                     reader.answer = Some((question, live));
                 }
-                Step::Clear { key } => {
+                PageChange::Clear { key } => {
                     let reader = self.reader(key);
                     let (question, _) = reader.answer.take().unwrap();
                     assert!(question <= reader.through, "it needs it");

@@ -88,7 +88,7 @@ impl World {
         model: usize,
         back: u64,
         pins: SlotSet,
-        steps: &mut Vec<Step>,
+        steps: &mut Vec<PageChange>,
     ) {
         let key = self.key(worker).unwrap_or((WorkerId(worker), 0));
         let exact = (self.issued[model] + 2).saturating_sub(back).max(1);
@@ -175,8 +175,8 @@ impl World {
             assert!(self.plan.leave(key).is_some());
             let reader = self.reader(key);
             let snapshots = std::mem::take(&mut reader.snapshots);
-            let claims = std::mem::replace(&mut reader.claims, Claims::new(Models(0)));
-            *reader = Reader::new(Models(0), Delivery::Newest);
+            let claims = std::mem::replace(&mut reader.claims, Claims::new(ModelMask(0)));
+            *reader = Reader::new(ModelMask(0), Delivery::Newest);
             reader.snapshots = snapshots;
             reader.claims = claims;
             reader.notified = u64::MAX;

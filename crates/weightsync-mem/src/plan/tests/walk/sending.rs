@@ -5,7 +5,12 @@ use weightsync_core::Targets;
 use super::*;
 
 impl World {
-    pub(super) fn send(&mut self, models: Models, workers: Option<u32>, steps: &mut Vec<Step>) {
+    pub(super) fn send(
+        &mut self,
+        models: ModelMask,
+        workers: Option<u32>,
+        steps: &mut Vec<PageChange>,
+    ) {
         let mut written = Vec::new();
         for model in models.iter() {
             match self.lend(model) {
@@ -40,7 +45,7 @@ impl World {
         for key in self.readers.keys().copied().collect::<Vec<_>>() {
             let worker = key.0.0;
             let named = workers.is_none_or(|workers| workers & 1 << worker != 0);
-            let wants = models.and(self.reader(key).models) != Models(0);
+            let wants = models.and(self.reader(key).models) != ModelMask(0);
             if !named || !wants || self.key(worker) != Some(key) {
                 let mut steps = steps.iter();
                 assert!(

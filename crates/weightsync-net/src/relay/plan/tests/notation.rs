@@ -10,10 +10,10 @@ use super::*;
 ///
 /// If anything else is to be done than the line says.
 pub(super) fn play(case: &str) {
-    let mut plan = Plan::new();
+    let mut plan = RelayPlan::new();
     for line in case.lines() {
         let (inputs, expected) = line.split_once('>').expect("a line has a `>`");
-        let inputs: Vec<Input> = parts(inputs).map(input).collect();
+        let inputs: Vec<PlanInput> = parts(inputs).map(input).collect();
         let effects: Vec<String> = plan.step(inputs).iter().map(effect).collect();
         let expected: Vec<&str> = parts(expected).collect();
         assert_eq!(effects, expected, "at `{}` of\n{case}", line.trim());
@@ -25,10 +25,10 @@ fn parts(text: &str) -> impl Iterator<Item = &str> {
     parts.filter(|part| !part.is_empty())
 }
 
-fn input(text: &str) -> Input {
+fn input(text: &str) -> PlanInput {
     let words: Vec<&str> = text.split_whitespace().collect();
     match words[..] {
-        ["join", worker, delivery] => Input::Joined {
+        ["join", worker, delivery] => PlanInput::Joined {
             who: who(worker),
             delivery: match delivery {
                 "newest" => Delivery::Newest,
@@ -37,43 +37,43 @@ fn input(text: &str) -> Input {
                 other => panic!("no delivery: {other}"),
             },
         },
-        ["left", worker] => Input::Left { who: who(worker) },
-        ["tell", worker, sequence, members] => Input::Notified {
+        ["left", worker] => PlanInput::Left { who: who(worker) },
+        ["tell", worker, sequence, members] => PlanInput::Notified {
             who: who(worker),
             sequence: number(sequence),
             set: set(members),
         },
-        ["answer", worker, question, sequence, members] => Input::Answered {
+        ["answer", worker, question, sequence, members] => PlanInput::Answered {
             who: who(worker),
             question: number(question),
             sequence: number(sequence),
             set: set(members),
         },
-        ["withdraw", worker, question] => Input::Withdrawn {
+        ["withdraw", worker, question] => PlanInput::Withdrawn {
             who: who(worker),
             question: number(question),
         },
-        ["parent"] => Input::Parent,
-        ["no-parent"] => Input::NoParent,
-        ["room"] => Input::MayHaveRoom,
-        ["spoiled", name] => Input::Spoiled {
+        ["parent"] => PlanInput::Parent,
+        ["no-parent"] => PlanInput::NoParent,
+        ["room"] => PlanInput::MayHaveRoom,
+        ["spoiled", name] => PlanInput::Spoiled {
             model: item(&format!("{name}0")).model,
         },
         [word, name] => {
             let item = item(name);
             match word {
-                "whole" => Input::Whole { item },
-                "rest" => Input::Rest { item },
-                "broken" => Input::Broken { item },
-                "not-there" => Input::NotThere {
+                "whole" => PlanInput::Whole { item },
+                "rest" => PlanInput::Rest { item },
+                "broken" => PlanInput::Broken { item },
+                "not-there" => PlanInput::NotThere {
                     item,
                     sender: false,
                 },
-                "gone" => Input::NotThere { item, sender: true },
-                "no-room" => Input::NoRoom { item },
-                "from-sender" => Input::FromSender { item },
-                "want" => Input::Wanted { item },
-                "unwant" => Input::Unwanted { item },
+                "gone" => PlanInput::NotThere { item, sender: true },
+                "no-room" => PlanInput::NoRoom { item },
+                "from-sender" => PlanInput::FromSender { item },
+                "want" => PlanInput::Wanted { item },
+                "unwant" => PlanInput::Unwanted { item },
                 other => panic!("no input: {other}"),
             }
         }
@@ -104,12 +104,12 @@ fn item(text: &str) -> Item {
     }
 }
 
-fn effect(effect: &Effect) -> String {
+fn effect(effect: &PlanEffect) -> String {
     match effect {
-        Effect::Notify { who, sequence, set } => {
+        PlanEffect::Notify { who, sequence, set } => {
             format!("tell {} #{sequence} {}", name(*who), members(set))
         }
-        Effect::Answer {
+        PlanEffect::Answer {
             who,
             question,
             sequence,
@@ -119,14 +119,14 @@ fn effect(effect: &Effect) -> String {
             name(*who),
             members(set)
         ),
-        Effect::Fetch {
+        PlanEffect::Fetch {
             item,
             sender: false,
         } => format!("fetch {}", word(*item)),
-        Effect::Fetch { item, sender: true } => format!("fetch {} sender", word(*item)),
-        Effect::Stop { item } => format!("stop {}", word(*item)),
-        Effect::Release { item } => format!("release {}", word(*item)),
-        Effect::Refuse { item } => format!("refuse {}", word(*item)),
+        PlanEffect::Fetch { item, sender: true } => format!("fetch {} sender", word(*item)),
+        PlanEffect::Stop { item } => format!("stop {}", word(*item)),
+        PlanEffect::Release { item } => format!("release {}", word(*item)),
+        PlanEffect::Refuse { item } => format!("refuse {}", word(*item)),
     }
 }
 

@@ -48,7 +48,7 @@ struct Known {
 
 #[derive(Default)]
 struct World {
-    plan: Plan,
+    plan: RelayPlan,
     workers: BTreeMap<u32, Known>,
     instances: u64,
     /// The sets that were published, by sequence number from 1.
@@ -83,7 +83,7 @@ impl World {
                     instance: self.instances,
                 };
                 self.workers.insert(worker, Known::new(who, delivery));
-                inputs.push(Input::Joined { who, delivery });
+                inputs.push(PlanInput::Joined { who, delivery });
             }
             Op::Leave { worker } => self.leave(worker, &mut inputs),
             Op::Publish { models, workers } => {
@@ -98,17 +98,17 @@ impl World {
                 if let Some(known) = self.workers.get_mut(&worker) {
                     let (who, question) = (known.who, known.question);
                     known.answer = None;
-                    inputs.push(Input::Withdrawn { who, question });
+                    inputs.push(PlanInput::Withdrawn { who, question });
                 }
             }
             Op::Parent => {
                 self.has_parent = true;
-                inputs.push(Input::Parent);
+                inputs.push(PlanInput::Parent);
             }
             Op::Reassigned => {
                 self.lose_parent();
                 self.has_parent = true;
-                inputs.extend([Input::NoParent, Input::Parent]);
+                inputs.extend([PlanInput::NoParent, PlanInput::Parent]);
             }
             Op::Ends { end, which } => self.end(end, which, &mut inputs),
             Op::Spoil { model } => {
@@ -119,18 +119,18 @@ impl World {
                 }
                 self.spoiled = Some(model);
                 self.firsts.retain(|item| item.model != model);
-                self.step(vec![Input::Spoiled { model }]);
+                self.step(vec![PlanInput::Spoiled { model }]);
                 self.spoiled = None;
             }
             Op::Room => {
                 self.full = false;
-                inputs.push(Input::MayHaveRoom);
+                inputs.push(PlanInput::MayHaveRoom);
             }
             Op::Want { model, back } => {
                 let version = Version(self.versions[model].saturating_sub(back).max(1));
                 let item = Item { model, version };
                 self.wanted.push(item);
-                inputs.push(Input::Wanted { item });
+                inputs.push(PlanInput::Wanted { item });
             }
             Op::Unwant { which } => {
                 let item = match self.refused.pop() {
@@ -138,7 +138,7 @@ impl World {
                     None if which < self.wanted.len() => self.wanted.remove(which),
                     None => return,
                 };
-                inputs.push(Input::Unwanted { item });
+                inputs.push(PlanInput::Unwanted { item });
             }
         }
         self.step(inputs);
@@ -148,12 +148,12 @@ impl World {
     fn calm(&mut self) {
         self.has_parent = true;
         self.full = false;
-        self.step(vec![Input::Parent, Input::MayHaveRoom]);
+        self.step(vec![PlanInput::Parent, PlanInput::MayHaveRoom]);
         let mut fetches = 0;
         while let Some((item, _)) = self.fetching.pop_first() {
             self.whole.insert(item);
             self.firsts.remove(&item);
-            self.step(vec![Input::Whole { item }]);
+            self.step(vec![PlanInput::Whole { item }]);
             fetches += 1;
             assert!(fetches < 2000, "it fetches without end");
         }
@@ -180,12 +180,12 @@ impl World {
         self.sets.push(items.collect());
     }
 
-    fn tell(&mut self, worker: u32, inputs: &mut Vec<Input>) {
+    fn tell(&mut self, worker: u32, inputs: &mut Vec<PlanInput>) {
         let (Some(set), Some(known)) = (self.sets.last(), self.workers.get_mut(&worker)) else {
             return;
         };
         let sequence = self.sets.len() as u64;
-        inputs.push(Input::Notified {
+        inputs.push(PlanInput::Notified {
             who: known.who,
             sequence,
             set: set.clone(),
@@ -201,7 +201,7 @@ impl World {
         known.since.push((sequence, set.clone()));
     }
 
-    fn answer(&mut self, worker: u32, back: usize, inputs: &mut Vec<Input>) {
+    fn answer(&mut self, worker: u32, back: usize, inputs: &mut Vec<PlanInput>) {
         let Some(known) = self.workers.get_mut(&worker) else {
             return;
         };
@@ -211,7 +211,7 @@ impl World {
         known.question += 1;
         let (question, sequence, set) = (known.question, at as u64 + 1, self.sets[at].clone());
         known.answer = Some((question, sequence, set.clone()));
-        inputs.push(Input::Answered {
+        inputs.push(PlanInput::Answered {
             who: known.who,
             question,
             sequence,
@@ -219,9 +219,9 @@ impl World {
         });
     }
 
-    fn leave(&mut self, worker: u32, inputs: &mut Vec<Input>) {
+    fn leave(&mut self, worker: u32, inputs: &mut Vec<PlanInput>) {
         if let Some(known) = self.workers.remove(&worker) {
-            inputs.push(Input::Left { who: known.who });
+            inputs.push(PlanInput::Left { who: known.who });
         }
     }
 
@@ -230,7 +230,7 @@ impl World {
         self.fetching.retain(|_, sender| *sender);
     }
 
-    fn end(&mut self, end: End, which: usize, inputs: &mut Vec<Input>) {
+    fn end(&mut self, end: End, which: usize, inputs: &mut Vec<PlanInput>) {
         let mut fetching = self.fetching.iter().cycle().take(which + 1);
         let Some((&item, &sender)) = fetching.nth(which) else {
             return;
@@ -240,15 +240,15 @@ impl World {
             End::Whole => {
                 self.firsts.remove(&item);
                 self.whole.insert(item);
-                inputs.push(Input::Whole { item });
+                inputs.push(PlanInput::Whole { item });
             }
             End::Broken => {
                 self.lose_parent();
                 self.from_sender.remove(&item);
-                inputs.extend([Input::Broken { item }, Input::NoParent]);
+                inputs.extend([PlanInput::Broken { item }, PlanInput::NoParent]);
             }
             End::NotThere => {
-                inputs.push(Input::NotThere { item, sender });
+                inputs.push(PlanInput::NotThere { item, sender });
                 if sender {
                     self.give_up(item);
                 } else {
@@ -258,7 +258,7 @@ impl World {
             End::NoRoom => {
                 self.firsts.remove(&item);
                 self.full = true;
-                inputs.push(Input::NoRoom { item });
+                inputs.push(PlanInput::NoRoom { item });
             }
         }
     }
@@ -278,16 +278,16 @@ impl World {
         });
     }
 
-    fn step(&mut self, inputs: Vec<Input>) {
+    fn step(&mut self, inputs: Vec<PlanInput>) {
         for effect in self.plan.step(inputs) {
             self.perform(effect);
         }
         self.check();
     }
 
-    fn perform(&mut self, effect: Effect) {
+    fn perform(&mut self, effect: PlanEffect) {
         match effect {
-            Effect::Notify { who, sequence, set } => {
+            PlanEffect::Notify { who, sequence, set } => {
                 assert!(set.iter().all(|item| self.whole.contains(item)));
                 let known = self.workers.get_mut(&who.worker.0).expect("who is told");
                 assert_eq!(known.who, who);
@@ -300,7 +300,7 @@ impl World {
                 known.since.retain(|(one, _)| *one > sequence);
                 known.told = (sequence, set);
             }
-            Effect::Answer {
+            PlanEffect::Answer {
                 who,
                 question,
                 sequence,
@@ -312,7 +312,7 @@ impl World {
                 assert_eq!(expected, Some((question, sequence, set.clone())));
                 known.answered = set;
             }
-            Effect::Fetch { item, sender } => {
+            PlanEffect::Fetch { item, sender } => {
                 assert!(
                     !self.whole.contains(&item) && self.is_next(&item),
                     "{item:?}"
@@ -327,12 +327,12 @@ impl World {
                     self.firsts.insert(item);
                 }
             }
-            Effect::Stop { item } => {
+            PlanEffect::Stop { item } => {
                 let stopped = self.fetching.remove(&item);
                 assert!(stopped.is_some(), "{item:?} is not on its way");
                 assert!(!self.firsts.contains(&item), "{item:?} is not finished");
             }
-            Effect::Release { item } => {
+            PlanEffect::Release { item } => {
                 let spoiled = self.spoiled == Some(item.model);
                 assert!(
                     spoiled || !self.needed().contains(&item),
@@ -343,7 +343,7 @@ impl World {
                 self.whole.remove(&item);
                 self.from_sender.remove(&item);
             }
-            Effect::Refuse { item } => {
+            PlanEffect::Refuse { item } => {
                 let asked = self.refused.contains(&item);
                 assert!(asked && !self.wanted.contains(&item), "{item:?}");
             }

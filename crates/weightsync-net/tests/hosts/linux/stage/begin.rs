@@ -1,6 +1,6 @@
 //! How a stage begins: its hosts, its versions, and whether its links are encrypted.
 
-use weightsync_net::tls::{Request, make};
+use weightsync_net::tls::{CertificateRequest, make};
 
 use super::*;
 
@@ -91,7 +91,7 @@ impl Stage {
     pub(crate) fn make_certificates(&mut self) {
         let out = self.run_dir.path().join("pki");
         let _ = std::fs::remove_dir_all(&out);
-        let request = Request {
+        let request = CertificateRequest {
             out: out.clone(),
             hosts: vec![self.hosts.address(TRAINERS).to_string()],
             days: 2,

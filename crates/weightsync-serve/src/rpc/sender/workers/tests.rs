@@ -1,7 +1,7 @@
 //! Workers on a real segment, and connections that come and go.
 
 use weightsync_engine::{Attributes, Dtype, Layout, WorkerStatus};
-use weightsync_mem::{Listener, SegmentOptions, Targets, Writer};
+use weightsync_mem::{Listener, SegmentOptions, SegmentWriter, Targets};
 
 use weightsync_engine::transport::Endpoint;
 
@@ -14,11 +14,11 @@ fn name() -> Digits {
 }
 
 /// A sender of one model of one byte, and what serves its workers.
-fn sender() -> (Writer, Arc<Shared>) {
+fn sender() -> (SegmentWriter, Arc<SharedSender>) {
     let id = ModelId::new("policy").unwrap();
     let at = Endpoint::fresh(std::slice::from_ref(&id), None).unwrap();
     let layout = Layout::new([("weight".to_owned(), Dtype::U8, vec![1])]).unwrap();
-    let segment = weightsync_mem::ModelSpec {
+    let segment = weightsync_mem::ModelDescription {
         layout: layout.clone(),
         note: Vec::new(),
     };
@@ -28,7 +28,8 @@ fn sender() -> (Writer, Arc<Shared>) {
     };
     let listener = Listener::at(at.address()).unwrap();
     let options = SegmentOptions::default();
-    let writer = Writer::create_on(listener, *at.secret(), run, &[segment], options).unwrap();
+    let writer =
+        SegmentWriter::create_on(listener, *at.secret(), run, &[segment], options).unwrap();
     let model = ModelSpec {
         id,
         layout,
@@ -39,11 +40,11 @@ fn sender() -> (Writer, Arc<Shared>) {
     let readers = RemoteReaders::of(&writer);
     let models = vec![model];
     let history = Arc::new(SendHistory::new("rpc", at.address(), &models));
-    let shared = Shared::new(models, readers, (found, at.secret()), access, history);
+    let shared = SharedSender::new(models, readers, (found, at.secret()), access, history);
     (writer, Arc::new(shared))
 }
 
-fn publish(writer: &mut Writer) {
+fn publish(writer: &mut SegmentWriter) {
     writer
         .stage(&[0], None)
         .unwrap()
@@ -51,18 +52,18 @@ fn publish(writer: &mut Writer) {
         .unwrap();
 }
 
-fn registration(pid: u32, addr: &str) -> Registration {
-    Registration {
+fn registration(pid: u32, addr: &str) -> WorkerRegistration {
+    WorkerRegistration {
         worker: WorkerId(0),
         pid,
         addr: addr.parse().unwrap(),
         device: String::new(),
-        wanted: Models::ALL,
+        wanted: ModelMask::ALL,
         announces: false,
     }
 }
 
-fn admit(shared: &Shared, registration: &Registration) -> ConnectionId {
+fn admit(shared: &SharedSender, registration: &WorkerRegistration) -> ConnectionId {
     let admitted = shared
         .admit(registration, name(), shared.holder(registration))
         .unwrap();
@@ -91,7 +92,7 @@ fn number_holder_is_told_by_process_and_address() {
 #[test]
 fn announcing_worker_counts_after_its_announcement() {
     let (writer, shared) = sender();
-    let announces = Registration {
+    let announces = WorkerRegistration {
         announces: true,
         ..registration(1, "10.0.0.1:5000")
     };
@@ -191,7 +192,7 @@ fn sequence_that_was_not_given_out_changes_nothing() {
         assert_eq!(shared.applied(id, &applied(got)), ahead);
     }
     assert_eq!(writer.readers()[0].versions, [Version::NONE]);
-    let untouched = |shared: &Shared| {
+    let untouched = |shared: &SharedSender| {
         let mut table = shared.table();
         let worker = table.worker(id).unwrap();
         (worker.staged, worker.refused) == (0, 0)
@@ -229,7 +230,7 @@ fn new_question_replaces_the_one_before() {
     let (mut writer, shared) = sender();
     let id = admit(&shared, &registration(1, "10.0.0.1:5000"));
     let ask = |want| match shared.ask(id, want) {
-        Answer::Later(question) => question,
+        QuestionAnswer::Later(question) => question,
         other => panic!("{other:?}"),
     };
     let first = ask(Want::Newest);
@@ -237,11 +238,14 @@ fn new_question_replaces_the_one_before() {
         model: 0,
         version: Version(2),
     });
-    assert!(matches!(shared.answer(id, first), Answer::Replaced));
+    assert!(matches!(shared.answer(id, first), QuestionAnswer::Replaced));
     publish(&mut writer);
-    assert!(matches!(shared.answer(id, second), Answer::Later(_)));
+    assert!(matches!(
+        shared.answer(id, second),
+        QuestionAnswer::Later(_)
+    ));
     publish(&mut writer);
-    let Answer::Set { sequence, members } = shared.answer(id, second) else {
+    let QuestionAnswer::Set { sequence, members } = shared.answer(id, second) else {
         panic!("it is there");
     };
     // The answer is the newest set, so the worker is not called with it as well.
@@ -257,5 +261,5 @@ fn new_question_replaces_the_one_before() {
             version: Version(1),
         },
     );
-    assert!(matches!(unknown, Answer::Unknown { known } if known == [Version(2)]));
+    assert!(matches!(unknown, QuestionAnswer::Unknown { known } if known == [Version(2)]));
 }

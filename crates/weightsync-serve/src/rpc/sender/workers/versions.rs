@@ -6,9 +6,9 @@ use std::sync::Arc;
 use weightsync_engine::{Error, Holder, Version};
 use weightsync_mem::Snapshot;
 
-use super::{ConnectionId, Shared};
+use super::{ConnectionId, SharedSender};
 
-impl Shared {
+impl SharedSender {
     /// Finds a version of a call, or one that the sender keeps.
     pub(in super::super) fn find(&self, model: usize, version: Version) -> Option<Snapshot> {
         let is_it = |one: &&Snapshot| one.model() == model && one.version() == version;
@@ -24,7 +24,7 @@ impl Shared {
         self: &Arc<Self>,
         id: ConnectionId,
         snapshot: Snapshot,
-    ) -> Arc<Serving> {
+    ) -> Arc<ServingVersion> {
         let what = (id, snapshot.model(), snapshot.version());
         let mut table = self.table();
         *table.serving.entry(what).or_default() += 1;
@@ -32,7 +32,7 @@ impl Shared {
             connection.has_begun = true;
         }
         drop(table);
-        Arc::new(Serving {
+        Arc::new(ServingVersion {
             shared: self.clone(),
             id,
             snapshot,
@@ -77,19 +77,19 @@ impl Shared {
 
 /// A version whose bytes are on their way to a worker, until this is dropped.
 #[derive(Debug)]
-pub(in super::super) struct Serving {
-    shared: Arc<Shared>,
+pub(in super::super) struct ServingVersion {
+    shared: Arc<SharedSender>,
     id: ConnectionId,
     snapshot: Snapshot,
 }
 
-impl Serving {
+impl ServingVersion {
     pub(in super::super) fn bytes(&self) -> &[u8] {
         self.snapshot.bytes()
     }
 }
 
-impl Drop for Serving {
+impl Drop for ServingVersion {
     fn drop(&mut self) {
         let what = (self.id, self.snapshot.model(), self.snapshot.version());
         let mut table = self.shared.table();
