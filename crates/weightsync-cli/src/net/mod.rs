@@ -63,13 +63,20 @@ pub struct SenderArgs {
 impl SenderArgs {
     /// Where it is, its secret, and the certificates of a link to it.
     fn endpoint(&self) -> Result<Endpoint, Box<dyn Error>> {
-        let (address, secret) = match self.key.credentials(self.sender.as_deref())? {
-            SenderCredentials::Token(address, token) => (address, token.secret()),
-            SenderCredentials::Info(info) => {
-                let at = Distributed::endpoint_of(&info)?;
-                (at.address().to_owned(), *at.secret())
-            }
-        };
+        match self.key.credentials(self.sender.as_deref())? {
+            SenderCredentials::Token(address, token) => self.reach(address, token.secret()),
+            SenderCredentials::Info(info) => self.endpoint_of(&info),
+        }
+    }
+
+    /// The same of an init info.
+    fn endpoint_of(&self, info: &InitInfo) -> Result<Endpoint, Box<dyn Error>> {
+        let at = Distributed::endpoint_of(info)?;
+        self.reach(at.address().to_owned(), *at.secret())
+    }
+
+    /// An address that may be dialled, with the certificates for it.
+    fn reach(&self, address: String, secret: [u8; 16]) -> Result<Endpoint, Box<dyn Error>> {
         let mut access = weightsync_net::Access::with_token(None)?;
         access.insecure_plaintext |= self.insecure_plaintext;
         let access = access.with_tls(CertificateRole::Worker, self.tls.as_deref())?;

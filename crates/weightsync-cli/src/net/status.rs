@@ -29,24 +29,23 @@ pub fn run(args: &SenderArgs) -> Result<u8, Box<dyn Error>> {
 /// The senders that the arguments name: one, or each of a run directory.
 fn ask(args: &SenderArgs) -> Result<Vec<SenderStatus>, Box<dyn Error>> {
     let timeout = args.timeout().unwrap_or(Duration::MAX);
-    if let Some(info) = args.info()? {
+    let endpoint = match (args.info()?, &args.sender) {
         // A network has options of its own, which are in the arguments.
-        if Distributed::endpoint_of(&info).is_err() {
-            return Ok(vec![info.status(timeout)?]);
-        }
-    } else if let Some(given) = &args.sender {
-        if let Some(address) = given.strip_prefix("store:") {
+        (Some(info), _) if Distributed::endpoint_of(&info).is_ok() => args.endpoint_of(&info)?,
+        (Some(info), _) => return Ok(vec![info.status(timeout)?]),
+        (None, Some(given)) if let Some(address) = given.strip_prefix("store:") => {
             return Ok(vec![status_of_store(&Store::open(address)?)?]);
         }
-        if Path::new(given).is_dir() {
+        (None, Some(given)) if Path::new(given).is_dir() => {
             let store = Store::open(given)?;
             return Ok(match store.head()? {
                 Some(_) => vec![status_of_store(&store)?],
                 None => status_of_run_dir(Path::new(given), timeout)?,
             });
         }
-    }
-    let (address, secret, tls) = args.endpoint()?;
+        (None, _) => args.endpoint()?,
+    };
+    let (address, secret, tls) = endpoint;
     let asked = weightsync_net::status::ask(&address, &secret, tls.as_ref(), args.timeout())?;
     Ok(vec![asked])
 }
