@@ -127,7 +127,7 @@ pub(crate) fn look_up(file: &Path) -> Result<Option<String>> {
 ///
 /// # Errors
 ///
-/// [`Error::NoSender`] if there is none, and as [`look_up`].
+/// [`Error::NoSender`] if there is none; [`Error::File`] for a file that others could have written.
 pub fn status_of_run_dir(dir: &Path, timeout: Duration) -> Result<Vec<SenderStatus>> {
     let entries = std::fs::read_dir(dir).map_err(failed("listing", dir))?;
     let mut files = Vec::new();
