@@ -42,7 +42,7 @@ impl SendHistory {
         let models = models.iter().map(|model| ModelStatus {
             name: model.id.clone(),
             version: Version::NONE,
-            bytes: model.layout.payload_bytes(),
+            bytes: model.layout.bytes(),
             changed: None,
             delta_bytes: None,
         });

@@ -287,7 +287,7 @@ pub fn status_of_store(store: &Store) -> Result<SenderStatus> {
         for model in &mut status.models {
             let mut specs = about.models.iter();
             let spec = specs.find(|spec| spec.id == model.name);
-            model.bytes = spec.map_or(0, |spec| spec.layout.payload_bytes());
+            model.bytes = spec.map_or(0, |spec| spec.layout.bytes());
         }
         let models = about.models.len();
         let place = Arc::new(sender::WorkerDirectories(storage));
