@@ -86,10 +86,10 @@ pub use crate::{
 };
 
 pub use weightsync_core::{
-    Chunking, Chunks, Digest, Dtype, Epoch, Layout, LayoutId, LayoutMismatch, Manifest, ModelId,
-    Outcome, OutcomeKind, Remedy, Run, SenderStatus, TensorRef, TensorSpec, Version, WaitFor,
-    WeightChunk, WorkerId, WorkerReport, WorkerRoute, WorkerStatus, WriterId, chunk,
-    extract::ExtractError, layout, manifest, names,
+    Chunking, Chunks, Digest, Dtype, Epoch, LastOutcome, LastSend, Layout, LayoutId,
+    LayoutMismatch, Manifest, ModelId, ModelStatus, Outcome, OutcomeKind, RelayStatus, Remedy, Run,
+    SenderStatus, TensorRef, TensorSpec, Version, WaitFor, WeightChunk, WorkerId, WorkerReport,
+    WorkerRoute, WorkerStatus, WriterId, chunk, extract::ExtractError, layout, manifest, names,
 };
 #[doc(hidden)] // For schemes on shared memory.
 pub use weightsync_mem::interrupt::with as interruptible;

@@ -181,8 +181,12 @@ impl Sender {
 
     /// What the sender knows of itself and its workers now: versions, the outcome of the last send at
     /// each worker, and the workers that failed, died or were lost and are neither back nor
-    /// [forgotten](Self::forget). `weightsync status` shows the same.
+    /// [forgotten](Self::forget). `weightsync status` shows the same. It is empty in a forked child.
     pub fn status(&self) -> SenderStatus {
+        // There a thread that does not exist may hold a lock.
+        if !self.owner.is_here() {
+            return SenderStatus::default();
+        }
         self.history
             .status(|status| self.transport.fill_status(status))
     }

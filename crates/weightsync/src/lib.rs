@@ -120,7 +120,10 @@ pub mod receiver {
 
 /// The outcome of a send at each worker.
 pub mod report {
-    pub use weightsync_engine::{Changes, Holder, Outcome, Report, WorkerReport, WorkerStatus};
+    pub use weightsync_engine::{
+        Changes, Holder, LastOutcome, LastSend, ModelStatus, Outcome, RelayStatus, Report,
+        SenderStatus, WorkerReport, WorkerRoute, WorkerStatus,
+    };
 }
 
 /// The ways for weights to travel: as values, or by name.

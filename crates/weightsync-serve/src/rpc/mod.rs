@@ -26,6 +26,7 @@ pub(crate) mod wire;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use hyper::StatusCode;
@@ -328,7 +329,10 @@ impl Scheme for Rpc {
             .enable_all()
             .build();
         let runtime = runtime.map_err(RpcError::Thread)?;
-        runtime.block_on(asked).map_err(|fault| Error::NoSender {
+        // In a thread of its own: the caller's may belong to an async runtime, which must not block.
+        let asked = thread::scope(|scope| scope.spawn(|| runtime.block_on(asked)).join());
+        let asked = asked.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        asked.map_err(|fault| Error::NoSender {
             address: at.address().into(),
             waited: since.elapsed(),
             last: Some(fault.to_string()),
