@@ -280,6 +280,7 @@ fn the_routes_are_those_described() {
         ("get", of_sender::SET),
         ("get", of_sender::MODEL),
         ("get", of_sender::IMAGE),
+        ("get", of_sender::STATUS),
     ]);
     let worker = routes(&[("get", of_worker::LIFELINE), ("post", of_worker::WEIGHTS)]);
     assert_eq!(described("sender"), sender);
