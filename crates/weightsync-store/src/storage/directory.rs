@@ -175,6 +175,54 @@ impl Directory {
         })
     }
 
+    /// Removes a temporary store that is empty. [`ErrorKind::NotFound`] if part of it goes meanwhile.
+    fn remove_if(&self, empty: &dyn Fn() -> bool) -> io::Result<bool> {
+        let root = match self.temporary()? {
+            Temporary::Absent => return Ok(true),
+            Temporary::Own(root) => root,
+            Temporary::Foreign(why) => {
+                tracing::debug!("{} is not removed: {why}", self.root.display());
+                return Ok(false);
+            }
+            Temporary::Mixed(why) => {
+                tracing::warn!("{} is not removed: {why}", self.root.display());
+                return Ok(false);
+            }
+        };
+        let name = name_of(&self.root);
+        let (above, own) = (root.above()?, root.inode()?);
+        let is_there = || found(above.inode_of(name)).map(|there| there == Some(own));
+        // What was being removed when its process was killed has no lock any more.
+        let (going, _lock) = match name.contains(REMOVED) {
+            true if is_there()? => (name.to_owned(), None),
+            true => return Ok(true),
+            false => {
+                let lock = self.lock_in(|| match is_there()? {
+                    true => root.try_clone().map(Some),
+                    false => Ok(None),
+                })?;
+                // Another process has removed it meanwhile.
+                let Some(lock) = lock else { return Ok(true) };
+                if !empty() {
+                    return Ok(false);
+                }
+                // Renamed first: a process that comes meanwhile makes a directory of its own.
+                let going = format!("{name}{REMOVED}{}", unique());
+                above.rename(name, &going)?;
+                (going, Some(lock))
+            }
+        };
+        // Somebody may have put another directory there in between, or a file into this one.
+        if above.inode_of(&going)? != own || stranger(&root, "")?.is_some() {
+            if going != name {
+                above.rename(&going, name)?;
+            }
+            return Ok(false);
+        }
+        root.remove_all()?;
+        above.remove_dir(&going).map(|()| true)
+    }
+
     /// A file next to its place, to be written.
     fn unfinished(&self, path: &str) -> io::Result<Unfinished> {
         let (dir, name) = self.at(path, true)?;
@@ -345,50 +393,8 @@ impl Storage for Directory {
     }
 
     fn vacate(&self, empty: &dyn Fn() -> bool) -> io::Result<bool> {
-        let root = match self.temporary()? {
-            Temporary::Absent => return Ok(true),
-            Temporary::Own(root) => root,
-            Temporary::Foreign(why) => {
-                tracing::debug!("{} is not removed: {why}", self.root.display());
-                return Ok(false);
-            }
-            Temporary::Mixed(why) => {
-                tracing::warn!("{} is not removed: {why}", self.root.display());
-                return Ok(false);
-            }
-        };
-        let name = name_of(&self.root);
-        let (above, own) = (root.above()?, root.inode()?);
-        let is_there = || found(above.inode_of(name)).map(|there| there == Some(own));
-        // What was being removed when its process was killed has no lock any more.
-        let (going, _lock) = match name.contains(REMOVED) {
-            true if is_there()? => (name.to_owned(), None),
-            true => return Ok(true),
-            false => {
-                let lock = self.lock_in(|| match is_there()? {
-                    true => root.try_clone().map(Some),
-                    false => Ok(None),
-                })?;
-                // Another process has removed it meanwhile.
-                let Some(lock) = lock else { return Ok(true) };
-                if !empty() {
-                    return Ok(false);
-                }
-                // Renamed first: a process that comes meanwhile makes a directory of its own.
-                let going = format!("{name}{REMOVED}{}", unique());
-                above.rename(name, &going)?;
-                (going, Some(lock))
-            }
-        };
-        // Somebody may have put another directory there in between, or a file into this one.
-        if above.inode_of(&going)? != own || stranger(&root, "")?.is_some() {
-            if going != name {
-                above.rename(&going, name)?;
-            }
-            return Ok(false);
-        }
-        root.remove_all()?;
-        found(above.remove_dir(&going)).map(|_| true)
+        // What is missing midway was removed by another process that removes the same store.
+        Ok(found(self.remove_if(empty))?.unwrap_or(true))
     }
 
     fn notices_death(&self) -> bool {

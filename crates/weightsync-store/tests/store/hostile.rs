@@ -3,17 +3,21 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
+use std::sync::Barrier;
 
 use weightsync_conformance::scale::longest;
 use weightsync_core::Version;
 use weightsync_engine::{
     AnyScheme, Expect, InitInfo, ReceiverSetup, Sender, SenderSetup, Snapshot,
 };
-use weightsync_store::{ModelVersion, SaveOptions, Store, StoreError, Which, Writer};
+use weightsync_store::{ModelVersion, SaveOptions, Store, StoreError, StoreScheme, Which, Writer};
 
 use crate::weights::{MODEL, at, number, weights};
 
 const ELEMENTS: usize = 64;
+
+/// The directory of a version's weights.
+const PLACE: &str = "00000000000000000001-00000000000000000001";
 
 fn entries(dir: &Path) -> BTreeSet<String> {
     let entries = fs::read_dir(dir).expect("a directory");
@@ -204,15 +208,14 @@ pub fn temporary_stores_are_known_by_more_than_their_names() {
     let digits = |digit: &str| format!("temporary-{}", digit.repeat(32));
     let linked = Foreign::at(elsewhere.path().join("thesis.tex"));
     std::os::unix::fs::symlink(elsewhere.path(), dir.path().join(digits("c"))).expect("a link");
-    let place = "00000000000000000001-00000000000000000001";
     let foreign = [
         "temporary-results/run1/a.csv".to_owned(),
         "temporary-notes.txt".to_owned(),
         format!("{}/thesis.tex", digits("a")),
-        format!("{}/data/{place}.old/thesis.tex", digits("b")),
-        format!("{}/data/{place}/thesis.tex", digits("1")),
-        format!("{}/data/{place}/policy/thesis.tex", digits("2")),
-        format!("{}/data/{place}/policy/mine/model.safetensors", digits("3")),
+        format!("{}/data/{PLACE}.old/thesis.tex", digits("b")),
+        format!("{}/data/{PLACE}/thesis.tex", digits("1")),
+        format!("{}/data/{PLACE}/policy/thesis.tex", digits("2")),
+        format!("{}/data/{PLACE}/policy/mine/model.safetensors", digits("3")),
         format!("{}/ends/workers/mine/thesis.tex", digits("4")),
         format!("{}/ends/workers/1.0123456789abcdef/thesis.tex", digits("5")),
         format!("{}/leases/conditions-of-sale.txt", digits("6")),
@@ -233,7 +236,7 @@ pub fn temporary_stores_are_known_by_more_than_their_names() {
             .path()
             .join(left)
             .join("data")
-            .join(place)
+            .join(PLACE)
             .join("policy");
         fs::create_dir_all(&data).expect("room");
         for file in ["model.safetensors", ".unfinished-12-0-0123456789abcdef"] {
@@ -253,6 +256,41 @@ pub fn temporary_stores_are_known_by_more_than_their_names() {
         before.len() - 2,
         "its own is gone"
     );
+}
+
+/// Several processes may find the same remains of a killed one, and remove them at the same time.
+pub fn sweep_calls_nothing_left_that_another_removes() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let scheme = StoreScheme::new(&dir.path().display().to_string()).expect("an address");
+    for round in 0..500 {
+        let store = dir.path().join(format!(
+            "temporary-{}.removed-12-{round}-0123456789abcdef",
+            "0".repeat(32)
+        ));
+        let data = store.join("data").join(PLACE).join("policy");
+        fs::create_dir_all(&data).expect("room");
+        fs::create_dir_all(store.join("versions")).expect("room");
+        for file in 0..20 {
+            let name = format!(".unfinished-12-{file}-0123456789abcdef");
+            fs::write(data.join(name), "weights").expect("room");
+        }
+        let start = Barrier::new(3);
+        std::thread::scope(|scope| {
+            let sweeps: Vec<_> = (0..3)
+                .map(|_| {
+                    scope.spawn(|| {
+                        start.wait();
+                        scheme.sweep().expect("a directory")
+                    })
+                })
+                .collect();
+            for sweep in sweeps {
+                let left = sweep.join().expect("no panic");
+                assert_eq!(left, Vec::<String>::new(), "round {round}");
+            }
+        });
+        assert_eq!(entries(dir.path()).len(), 0, "round {round}");
+    }
 }
 
 pub fn worker_removes_no_store_because_its_init_info_says_so() {

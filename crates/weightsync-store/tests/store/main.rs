@@ -80,6 +80,7 @@ fn run_tests() -> ExitCode {
         hostile::version_names_stay_names,
         hostile::saves_are_of_each_model_once,
         hostile::temporary_stores_are_known_by_more_than_their_names,
+        hostile::sweep_calls_nothing_left_that_another_removes,
         hostile::worker_removes_no_store_because_its_init_info_says_so,
         hostile::leases_of_others_are_left,
         hostile::fifo_in_place_of_any_file_hangs_nobody,
