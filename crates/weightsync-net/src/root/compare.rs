@@ -70,6 +70,7 @@ impl Staging for Compared<'_> {
         // From here on, a child that asks for the version waits until it is known whether there is
         // a delta.
         let announced = Announced::new(&comparing.store);
+        // An error drops `announced`, and the children that wait go on.
         let published = inner.publish(targets)?;
         let mut made = Vec::new();
         for base in bases {
@@ -79,6 +80,7 @@ impl Staging for Compared<'_> {
                 made.extend(comparing.start(base, Item { model, version }));
             }
         }
+        // By now each delta is in the ring, or it is known that there is none.
         drop(announced);
         Ok(Box::new(ComparedPublication {
             inner: published,
@@ -102,6 +104,8 @@ impl Comparing {
         let found = self.remote_readers.snapshot(item.model, item.version);
         // Already replaced, or no worker is to run it.
         let Some(new) = found.ok().flatten() else {
+            // A later delta cannot follow on a version that is not here, so the chain of deltas
+            // breaks.
             self.store.deltas().forget(item.model);
             return None;
         };
@@ -120,6 +124,7 @@ impl Comparing {
         let layout = new.layout();
         let delta = Arc::new(Delta::new(base.version(), item.version, layout));
         let ring = self.store.deltas();
+        // Before the thread starts: from here on a child finds the delta, and waits for its spans.
         ring.put(item.model, delta.clone(), layout.bytes() / RING);
         if delta.is_spoiled() {
             // The base was found to be wrong while the new version was written.
@@ -131,6 +136,7 @@ impl Comparing {
             (_, None) => Rate::Unknown,
         };
         let (store, threads, own) = (self.store.clone(), self.threads.clone(), delta.clone());
+        // The thread owns both pins. They end with it, also if it panics or cannot start.
         let pair = ComparedPair {
             base,
             new,
@@ -147,6 +153,7 @@ impl Comparing {
         };
         if let Err(error) = self.threads.spawn("weightsync-delta", work) {
             tracing::warn!("{item:?} is sent whole, because no thread can be started: {error}");
+            // Children that wait for a span get it as blocks.
             delta.end();
         }
         Some(delta)
@@ -157,6 +164,7 @@ impl Comparing {
 struct ComparedPair {
     base: Snapshot,
     new: Snapshot,
+    // Last: fields are dropped in order. So both pins are gone when waiting threads hear of it.
     _release: ReleaseGuard,
 }
 

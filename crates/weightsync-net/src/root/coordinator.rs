@@ -33,6 +33,8 @@ use crate::relay::Item;
 use crate::wire::message::{FromRoot, ToRoot, Welcome};
 
 /// How long a sender that shuts down goes on serving the versions that it has announced.
+// An agent ends its link once it has what was announced to it. So only a host behind a slow link
+// uses all of this time.
 const LINGER: Duration = Duration::from_secs(5);
 
 /// What a coordinator reacts to.
@@ -67,16 +69,21 @@ pub(crate) enum CoordinatorEvent {
 /// Workers that may need a notification.
 #[derive(Debug, Default)]
 pub(crate) struct ChangedWorkers {
+    // A set: however many sends come between two looks of the coordinator, a worker has one entry.
     workers: Mutex<BTreeSet<WorkerId>>,
+    // `Notify` keeps one permit, so a ring while the coordinator is busy is not lost.
     bell: Notify,
 }
 
 impl ChangedWorkers {
     /// Marks a worker as one that may need a notification.
     pub(crate) fn ring(&self, worker: WorkerId) {
+        // The sender's threads ring under the segment's lock, so this must not wait for the
+        // coordinator.
         let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
         workers.insert(worker);
         drop(workers);
+        // After the insertion: the coordinator that this wakes must find the worker.
         self.bell.notify_one();
     }
 
@@ -165,19 +172,25 @@ impl Coordinator {
     /// were announced to it, but not for long.
     pub(crate) async fn run(mut self, mut events: mpsc::Receiver<CoordinatorEvent>) {
         let mut stops: Option<Instant> = None;
+        // A handle of its own, because the branches below borrow all of `self`.
         let changes = self.changes.clone();
         loop {
+            // Every link has ended: no agent is left to serve.
             if stops.is_some() && self.links.is_empty() {
                 return;
             }
             let due = self.plan.due().map(|due| self.since + due);
             let due = due.into_iter().chain(stops).min();
+            // Tokio takes the ready branches in random order. So a flood of messages delays neither
+            // the mailboxes nor the deadlines for long.
             tokio::select! {
                 event = events.recv() => match event {
                     Some(CoordinatorEvent::Stop) => {
                         stops = Some(Instant::now() + LINGER);
                         // Sets published before this event are sent before it is handled.
                         self.step([RootInput::Changed(changes.take())]);
+                        // After the last notifications. A link keeps the order, so an agent hears
+                        // of the last set before it hears of the end.
                         for agent in self.links.values() {
                             agent.link.send(&FromRoot::Goodbye);
                         }
@@ -191,6 +204,7 @@ impl Coordinator {
                 () = changes.bell.notified() => self.step([RootInput::Changed(changes.take())]),
                 () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
                     let now = Instant::now();
+                    // Agents that are not done by now lose their links when this task ends.
                     if stops.is_some_and(|at| now >= at) {
                         return;
                     }
@@ -203,11 +217,15 @@ impl Coordinator {
     fn handle(&mut self, event: CoordinatorEvent) {
         match event {
             CoordinatorEvent::Connected { socket, from } => {
+                // A number is never used again, so a late event of an old link cannot reach a new
+                // agent.
                 self.last_agent += 1;
                 let agent = self.last_agent;
                 let on_event = move |what| CoordinatorEvent::Message { agent, what };
                 let link = Link::start(socket, &self.events, on_event);
                 self.links.insert(agent, AgentLink { link, from });
+                // The listener turns agents away by this count, and a send looks whether there are
+                // agents at all.
                 self.count.store(self.links.len(), Ordering::Relaxed);
                 self.step([RootInput::Connected { agent, from }]);
             }
@@ -232,6 +250,7 @@ impl Coordinator {
                 self.step([RootInput::Keep(item)]);
                 self.at_hand = None;
             }
+            // `run` handles it.
             CoordinatorEvent::Stop => {}
         }
     }
@@ -239,6 +258,7 @@ impl Coordinator {
     /// An agent's link has ended.
     fn ended(&mut self, agent: AgentId, end: &LinkEnd) {
         let reason = end.to_string();
+        // Before the plan removes the agent: the warning takes the address from its link.
         if let Some(cause) = end.misbehaviour() {
             self.warn(cause, agent, &reason);
         }
@@ -256,7 +276,9 @@ impl Coordinator {
             {
                 LinkLoss::HungUp
             }
+            // Other errors come from the network between the two hosts. The process may well live.
             LinkEnd::Failed(_) => LinkLoss::Cut,
+            // This end gave the link up, so it does not know whether the process lives.
             LinkEnd::Silent(_)
             | LinkEnd::Stuck
             | LinkEnd::Behind
@@ -268,6 +290,8 @@ impl Coordinator {
 
     /// Has every copy compared for a client.
     fn scrub(&mut self, answer: oneshot::Sender<String>) {
+        // No event says that a client has hung up. Clients that left before their answer are
+        // removed here.
         let gone = self.clients.extract_if(.., |_, one| one.is_closed());
         let gone: Vec<_> = gone.map(|(client, _)| client).collect();
         self.step(

@@ -26,6 +26,7 @@ const MAX_AGENTS: usize = 16_384;
 const ASKING: usize = 64;
 
 /// How many scrubs may wait at once.
+// For a scrub each host reads all that it holds, so few of them run at a time.
 const SCRUBBING: usize = 4;
 
 /// How often a client that waits for a scrub is notified that the answer is still to come.
@@ -55,16 +56,21 @@ impl Listening {
         } = self;
         let asking = Arc::new(Semaphore::new(ASKING));
         let scrubbing = Arc::new(Semaphore::new(SCRUBBING));
+        // Connections whose handshake is under way do not count yet, so there may be a few agents
+        // more.
         let busy = move || agents.load(Ordering::Relaxed) >= MAX_AGENTS;
         let take = move |socket: AsyncStream, from: SocketAddr, role| match role {
             LinkRole::Control => {
                 let events = events.clone();
+                // `take` is not async. A task waits for room in the queue instead.
                 tokio::spawn(async move {
                     let _ = events
                         .send(CoordinatorEvent::Connected { socket, from })
                         .await;
                 });
             }
+            // A task goes on when its handle is dropped. It ends with its connection, or with the
+            // runtime.
             LinkRole::Bulk => drop(tokio::spawn(serving.clone().child(socket))),
             LinkRole::Status | LinkRole::Scrub => {
                 let (event, turns): (fn(_) -> CoordinatorEvent, _) = match role {
@@ -90,10 +96,12 @@ pub(super) async fn answer(
     events: mpsc::Sender<CoordinatorEvent>,
     asking: Arc<Semaphore>,
 ) {
+    // The turn is held until the answer is out.
     let Ok(Ok(_turn)) = tokio::time::timeout(link::HANDSHAKE, asking.acquire()).await else {
         return;
     };
     let (answer, mut answered) = oneshot::channel();
+    // The coordinator has ended. The client sees the closed connection, and looks for a successor.
     if events.send(event(answer)).await.is_err() {
         return;
     }
@@ -102,7 +110,9 @@ pub(super) async fn answer(
         let known = tokio::time::timeout(NOT_YET_EVERY, &mut answered).await;
         let (json, last) = match known {
             Ok(Ok(json)) => (json, true),
+            // The coordinator ended before it answered.
             Ok(Err(_)) => return,
+            // A sign of life, without which the client's timeout would end its wait.
             Err(_) => (NOT_YET.to_owned(), false),
         };
         let Ok(frame) = (JsonReply { json }).frame() else {
@@ -115,6 +125,7 @@ pub(super) async fn answer(
                 false => Ok(()),
             }
         };
+        // With a deadline, because a client that reads nothing must not keep its turn.
         let written = tokio::time::timeout(link::HANDSHAKE, write).await;
         if last || !matches!(written, Ok(Ok(()))) {
             return;

@@ -52,6 +52,7 @@ pub(crate) enum LinkLoss {
 pub(crate) struct Membership<T, W> {
     membership: BTreeMap<WorkerId, MembershipRecord<T>>,
     /// Until when unreachable workers may return.
+    // By time, so that the next worker to expire is found without a look at the others.
     until: BTreeSet<(Duration, WorkerId)>,
     /// At most one waiting request for each membership.
     waiting: BTreeMap<WorkerId, MembershipWaiter<W>>,
@@ -134,22 +135,30 @@ impl<T, W> Membership<T, W> {
             None => return JoinOutcome::New(None),
             Some(member) => (member.instance == who.instance, member.agent),
         };
+        // Another process asks for this number.
         if !same {
             return match by {
+                // No agent reaches the earlier life, so it cannot object: the new one gets the
+                // number at once.
                 None => JoinOutcome::New(self.take(worker)),
                 // The agent is alive: this request came from it.
                 Some(by) if by == agent => JoinOutcome::Two,
+                // The earlier life may have died with that agent a moment ago. So neither a yes nor
+                // a no would be safe now.
                 Some(by) => JoinOutcome::Waits(by),
             };
         }
         match self.membership.get_mut(&worker) {
             None => JoinOutcome::New(None),
             Some(member) => {
+                // The worker leaves its earlier agent only after it has joined this one. If it
+                // gives this one up, it is still there.
                 if member.agent != Some(agent) {
                     member.before = member.agent;
                 }
                 member.agent = Some(agent);
                 member.stranded = None;
+                // It has come back in time.
                 if let Some((until, _)) = member.until.take() {
                     self.until.remove(&(until, worker));
                 }
@@ -198,6 +207,7 @@ impl<T, W> Membership<T, W> {
             stranded: None,
             until: None,
         };
+        // Also removes the deadline of an earlier membership, which would end this one.
         self.take(who.worker);
         self.membership.insert(who.worker, member);
     }
@@ -225,6 +235,7 @@ impl<T, W> Membership<T, W> {
     ) -> LeaveOutcome<'_, T> {
         let WorkerInstance { worker, instance } = who;
         let this = |waiter: &MembershipWaiter<W>| (waiter.agent, waiter.who) == (agent, who);
+        // The worker that waits for this number has given up.
         if self.waiting.get(&worker).is_some_and(this) {
             self.waiting.remove(&worker);
         }
@@ -232,14 +243,18 @@ impl<T, W> Membership<T, W> {
             return LeaveOutcome::Elsewhere;
         };
         if member.instance != instance || member.agent != Some(agent) {
+            // It has left its earlier agent, so it cannot be reached there again.
             if member.instance == instance {
                 member.before.take_if(|before| *before == agent);
             }
             return LeaveOutcome::Elsewhere;
         }
+        // The worker gave up on the way to this agent, and had never left the earlier one.
         if let Some(before) = member.before.take_if(|_| !died) {
             member.agent = Some(before);
         } else if let Some(until) = member.stranded.take_if(|until| !died && now < *until) {
+            // The worker left this agent for one that is gone by now. It may be there again by
+            // another route in a moment.
             member.agent = None;
             member.until = Some((until, Departure::Left));
             self.until.insert((until, worker));
@@ -264,6 +279,7 @@ impl<T, W> Membership<T, W> {
         now: Duration,
     ) -> AgentDeparture<T> {
         let (mut over, mut back) = (Vec::new(), Vec::new());
+        // The workers of these requests lost their route, and ask again by another one.
         self.waiting.retain(|_, waiter| waiter.agent != agent);
         for (worker, member) in &mut self.membership {
             member.before.take_if(|before| *before == agent);
@@ -272,6 +288,8 @@ impl<T, W> Membership<T, W> {
             }
             member.agent = member.before.take();
             if member.agent.is_some() {
+                // The worker may have arrived at the agent that is gone. Then its earlier agent
+                // reports soon that the worker has left.
                 member.stranded = Some(now + GRACE);
                 back.push(*worker);
                 continue;
@@ -281,7 +299,10 @@ impl<T, W> Membership<T, W> {
                 LinkLoss::HungUp if Some(member.process) == process => {
                     (now + BACK, Departure::Died)
                 }
+                // The worker may well live: only its relay went, or the connection. It looks for
+                // another route.
                 LinkLoss::HungUp | LinkLoss::Cut | LinkLoss::Left => (now + GRACE, Departure::Lost),
+                // The whole host may be gone, so a send does not wait for its workers.
                 LinkLoss::Silent => {
                     over.push((*worker, Departure::Lost));
                     continue;

@@ -44,6 +44,8 @@ const LET_GO: Duration = Duration::from_millis(100);
 const STATUS_WITHIN: Duration = Duration::from_secs(1);
 
 /// How many events may wait for the coordinator.
+// When the queue is full, links stop reading. So a flood of messages takes no more memory than
+// this.
 const EVENTS: usize = 1024;
 
 /// The trainer's end.
@@ -68,6 +70,7 @@ impl NetSender {
 
 impl SenderTransport for NetSender {
     fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>> {
+        // Without agents nothing travels, so neither checksums nor deltas are needed.
         let agents = self.server.agents.load(Ordering::Relaxed) > 0;
         let comparing = &self.server.comparing;
         let (store, deltas) = (&comparing.store, comparing.store.deltas());
@@ -79,13 +82,21 @@ impl SenderTransport for NetSender {
         // span is faster than making another slot.
         models.iter().for_each(|model| deltas.stop(*model));
         let is_making = || models.iter().any(|model| deltas.is_making(*model));
+        // A thread that does not stop in time keeps its slots a little longer. The segment then
+        // makes another slot.
         store.wait_until(|| !is_making(), LET_GO);
         let mut bases = Vec::new();
         for model in models {
             let newest = self.segment.version(*model);
+            // Before a slot is taken: slow children may still fetch replaced versions. From here on
+            // they keep one such slot of each model at the most.
             store.keep_oldest(*model, newest);
             match agents {
+                // The base is pinned before a slot is chosen, so the new version is not written
+                // over it.
                 true => bases.extend(comparing.base(*model, newest)),
+                // No agent has the versions that these deltas begin with. And no delta will lead to
+                // the version that is sent now, so the chain breaks here.
                 false => deltas.forget(*model),
             }
         }
@@ -229,6 +240,7 @@ impl RootServer {
     /// What the coordinator says; `None` if it has ended, or does not answer at once.
     fn status(&self) -> Option<SenderStatus> {
         let (answer, mut answered) = oneshot::channel();
+        // A full queue means a busy coordinator: the caller does not wait for room there.
         self.events
             .try_send(CoordinatorEvent::Status(answer))
             .ok()?;
@@ -284,11 +296,13 @@ fn run(
 ) -> Result<JoinHandle<()>> {
     let runtime =
         runtime("weightsync-link").map_err(os("starting the sender's network threads"))?;
+    // Tokio takes over only sockets that do not block.
     listener
         .set_nonblocking(true)
         .map_err(os("preparing the listening socket"))?;
     let work = move || {
         runtime.block_on(async move {
+            // A listener can be registered only from inside the runtime.
             let Ok(listener) = tokio::net::TcpListener::from_std(listener) else {
                 return;
             };
@@ -315,12 +329,15 @@ impl Drop for RootServer {
             return;
         }
         // A coordinator that has ended receives nothing.
+        // This waits for room in the queue. If the event were lost, the join below would not end.
         let _ = self.events.blocking_send(CoordinatorEvent::Stop);
         if let Some(thread) = self.thread.take() {
             // The panic hook has already reported a panic there.
             let _ = thread.join();
         }
         let Comparing { store, threads, .. } = &self.comparing;
+        // In this order: the store's end ends waits for blocks and deltas, `stop` ends waits in
+        // sockets, and then every thread can be joined.
         store.close();
         threads.stop();
         threads.join();

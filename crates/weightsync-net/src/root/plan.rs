@@ -190,6 +190,8 @@ impl RootPlan {
                 sent_to_all: (sequence, set),
                 mailboxes,
             } => {
+                // First the newest set: `notify` may look for an older one for a worker that has
+                // just joined.
                 self.recent.note(sequence, set);
                 self.notify(mailboxes);
             }
@@ -213,9 +215,12 @@ impl RootPlan {
     /// Handles an agent's message. One arm for each message, so that the whole vocabulary of an
     /// agent is seen at once; what an arm decides stands elsewhere.
     fn on_message(&mut self, agent: AgentId, message: ToRoot) {
+        // A message may still be in the queue when its agent is removed.
         let Some(known) = self.agents.get_mut(&agent) else {
             return;
         };
+        // The first message, and no other, is the introduction. Before it the agent has no host and
+        // no process, so it can act for no worker.
         if known.introduced.is_none() != matches!(message, ToRoot::Agent { .. }) {
             self.drop_agent(agent, "its first message is invalid");
             return;
@@ -246,6 +251,8 @@ impl RootPlan {
             }
             ToRoot::Gone { who, died } => self.gone(agent, who, died),
             ToRoot::Unusable { who, reason } => {
+                // An agent that no longer reaches the worker reports something old. What the worker
+                // does elsewhere counts.
                 if self.reaches(agent, who) {
                     let effect = RootEffect::Unusable(who.worker, reason);
                     self.effects.push(effect);
@@ -285,7 +292,9 @@ impl RootPlan {
             } => self.altered(agent, parent, item, block),
             // The agent asks the sender itself next.
             ToRoot::Missing { .. } => {}
+            // The link passes a ping on only while a sign of life is awaited.
             ToRoot::Ping => self.deny_waiting(agent),
+            // The end of its link, which follows, counts as leaving in order.
             ToRoot::Goodbye => known.leaves = true,
             ToRoot::Scrubbed { item, digest } => {
                 let checked = self.scrubs.digest_received(item, agent, digest);

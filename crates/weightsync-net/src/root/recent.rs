@@ -24,6 +24,7 @@ pub(crate) struct Recent {
 impl Recent {
     /// Notes a set that was sent to all. No higher sequence number was given out so far.
     pub(crate) fn note(&mut self, sequence: u64, set: Vec<Item>) {
+        // A repeated set would only push an older one out.
         if set.is_empty() || self.sets.back().is_some_and(|(_, last)| *last == set) {
             return;
         }
@@ -49,10 +50,13 @@ impl Recent {
             let own = set.iter().filter(|item| models.contains_key(&item.model));
             own.copied().collect::<Vec<_>>()
         };
+        // The worker is held, or was sent a set of its own. It waits for exactly that set.
         if of_it(newest) != meant {
             return None;
         }
         let mut older = self.sets.iter().rev().filter(|(at, _)| *at < sequence);
+        // The whole set is at the agent, has each of the worker's models, and is not the set that
+        // the worker gets anyway.
         let found = older.find(|(_, set)| {
             let own = || set.iter().filter(|item| models.contains_key(&item.model));
             own().all(&has) && own().count() == meant.len() && !own().eq(meant)

@@ -76,6 +76,8 @@ impl Scrubs {
             if agent != OWN {
                 asks.agents.push((item, agent));
             }
+            // The sender's own bytes are read again for each question about them: memory may have
+            // been damaged since the last time.
             let wanted = agent == OWN || !self.expected.contains_key(&item);
             if wanted && self.finding.insert(item) {
                 asks.own.push(item);
@@ -90,6 +92,8 @@ impl Scrubs {
     pub(super) fn keep(&mut self, item: Item) -> (bool, Vec<Checked>) {
         let mut late = Vec::new();
         if let Some(before) = self.kept.insert(item.model, item) {
+            // Questions sort by model, then version, then agent. So this range has all older
+            // versions of the model.
             let first = Item {
                 version: Version::NONE,
                 ..item
@@ -120,6 +124,7 @@ impl Scrubs {
         let verdict = match (self.expected.get(&item), digest) {
             (_, None) => CopyVerdict::Replaced,
             (Some(expected), Some(got)) => compare(*expected, got),
+            // Compared once the sender's own digest is there.
             (None, got) => {
                 *known = got;
                 return None;
@@ -153,6 +158,7 @@ impl Scrubs {
                     (_, None) => CopyVerdict::Replaced,
                 },
                 (Some(expected), Some(got)) => compare(expected, got),
+                // The agent has not answered yet.
                 (Some(_), None) => return None,
             };
             Some((agent, verdict))
@@ -229,6 +235,8 @@ impl<A> Round<A> {
         }
         match checked.verdict {
             CopyVerdict::Same => self.same += 1,
+            // Nothing was noted when this version was published. So the sender's copy neither
+            // matches nor differs.
             CopyVerdict::Unknown => {}
             _ => self.others.push(note()),
         }

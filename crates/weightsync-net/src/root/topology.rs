@@ -180,6 +180,7 @@ impl AgentNode {
         let before = self.failed.get(&parent).copied();
         let for_good = before.is_some_and(|one| one.until == Duration::MAX);
         let now = match why {
+            // A parent that is avoided for good stays avoided, also if an ordinary failure follows.
             LeftParent::Failed { now } if !for_good => now,
             _ => {
                 let failed = Failed {
@@ -192,6 +193,8 @@ impl AgentNode {
             }
         };
         // A parent that worked for as long as it was avoided before is trusted again.
+        // `until` is a real time here: `Duration::MAX` was handled above, and the sum cannot
+        // overflow.
         let before = before.filter(|one| now < one.until + one.pause);
         let pause = before.map_or(AVOIDED, |one| (2 * one.pause).min(MOST_AVOIDED));
         let failed = Failed {
@@ -294,11 +297,14 @@ impl Topology {
         let Some(gone) = gone.filter(|gone| gone.endpoint.is_some()) else {
             return Vec::new();
         };
+        // What it returns does not matter here: an agent that goes always changes the order.
         self.rank(agent, gone.settled(), None);
         // Agent numbers are never used again, so nothing may be left under this one.
         for (parent, failed) in gone.failed {
             self.avoided.remove(&(failed.until, agent, parent));
         }
+        // Speeds that were measured through this agent are doubtful from here on, and the order has
+        // to be made again.
         let mut measured_by_it = false;
         for (number, other) in &mut self.agents {
             measured_by_it |= other.settled().is_some_and(|(_, by)| by == agent);
@@ -338,6 +344,7 @@ impl Topology {
             if one.endpoint.is_none() {
                 return self.give_sender(agent);
             }
+            // The sender is never avoided: an agent that has no other parent fetches from it.
             if parent != 0 {
                 let before = one.failed.get(&parent).map(|failed| failed.until);
                 let until = one.avoid(parent, why);
@@ -366,6 +373,7 @@ impl Topology {
         {
             self.avoided.pop_first();
             let one = self.agents.get_mut(&agent);
+            // The record stays: it tells whether this parent fails again soon.
             if let Some(failed) = one.and_then(|one| one.failed.get_mut(&parent)) {
                 failed.avoided = false;
                 any = true;
@@ -389,6 +397,7 @@ impl Topology {
             let parent = self.agents.get(&parent);
             parent.is_some_and(|parent| parent.is_slow(fastest))
         });
+        // There is no rate for a few bytes or for deltas, which say nothing about a link.
         let rate = Transferred { bytes, busy }.rate();
         // Behind a slow parent an agent looks as slow as its parent, whatever its own link is.
         let Some(one) = self.agents.get_mut(&agent) else {
@@ -413,6 +422,8 @@ impl Topology {
             Some((before, 0)) if speed.settled.0 * SLOW < before => one.by_sender = false,
             _ => {}
         }
+        // An agent without children has no place in the order. Its speed counts only for the choice
+        // of a codec.
         if one.endpoint.is_none() {
             if let Some(before) = before {
                 self.other_speeds.remove(&(before.mean.0.to_bits(), agent));
@@ -518,6 +529,8 @@ impl Topology {
             (None, None) => false,
             // Slow agents are sorted among themselves, so look whether this one has moved.
             (Some(before), Some(after)) => {
+                // Its own entry lies in the range, so it is left out while the others are looked
+                // at.
                 self.speeds.remove(&(after.to_bits(), agent));
                 let passes = others(&self.speeds, before, after);
                 self.speeds.insert((after.to_bits(), agent));
@@ -546,6 +559,7 @@ impl Topology {
         let by = |agent: &AgentId| Some(self.agents.get(agent)?.settled()?.1);
         let doubtful = slow.iter().filter(|agent| by(agent).is_some_and(doubtful));
         for agent in doubtful.copied().collect::<Vec<_>>() {
+            // Without a speed an agent does not count as slow.
             let one = self.agents.get_mut(&agent);
             if let Some(speed) = one.and_then(|one| one.speed.take()) {
                 self.speeds.remove(&(speed.settled.0.to_bits(), agent));

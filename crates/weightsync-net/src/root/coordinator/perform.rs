@@ -26,6 +26,8 @@ impl Coordinator {
         let now = self.since.elapsed();
         let mut effects = self.plan.step(now, inputs);
         let mut more = Vec::new();
+        // An effect may lead to an input, such as the content of a mailbox. The plan takes that
+        // input before any other event, so it decides on what it has just seen.
         while !effects.is_empty() {
             for effect in effects {
                 self.perform(effect, &mut more);
@@ -63,6 +65,7 @@ impl Coordinator {
             }
             RootEffect::Withdraw(worker) => self.at(worker, RemoteReader::withdraw),
             RootEffect::Leave(worker, departure) => {
+                // To drop the reader would report the worker as lost. `leave` says how it went.
                 if let Some(reader) = self.readers.remove(&worker) {
                     reader.leave(departure);
                 }
@@ -81,9 +84,11 @@ impl Coordinator {
     /// Sends a message to an agent. If the agent does not keep up, the message is dropped and the
     /// link ends.
     fn send(&self, agent: AgentId, message: &FromRoot) {
+        // The trainer's log names a refused worker too, at most once a minute.
         if let FromRoot::Denied { reason, .. } = message {
             log_limiter::refused(reason);
         }
+        // The link may have ended earlier in this step.
         if let Some(one) = self.links.get(&agent) {
             one.link.send(message);
         }
@@ -119,6 +124,7 @@ impl Coordinator {
         if let Some(one) = self.links.get(&agent) {
             one.link
                 .send(&FromRoot::Welcome(Welcome { agent, ..welcome }));
+            // Layouts may have many MiB, so all agents share the encoded frames.
             one.link.send_frames(self.settings.descriptions.clone());
         }
     }
@@ -128,6 +134,8 @@ impl Coordinator {
             return;
         };
         self.count.store(self.links.len(), Ordering::Relaxed);
+        // The plan has finished its step, so these include the workers of the agent that is gone.
+        // The status shows them as unreached until another agent brings them.
         for record in self.plan.membership.unreached() {
             self.at(record.worker, |reader| {
                 reader.set_route(WorkerRoute::Unreached);
@@ -137,7 +145,9 @@ impl Coordinator {
             tracing::info!("agent {agent} ({name}, {}) is gone: {reason}", closed.from);
         }
         if flush {
+            // Finished tasks leave the set here, so that it does not grow with each refusal.
             while self.ending.try_join_next().is_some() {}
+            // In a task of its own, because this task waits for no agent.
             self.ending.spawn(closed.link.finish());
         }
     }
@@ -156,6 +166,7 @@ impl Coordinator {
     /// Admits a worker, unless the segment refuses it or has another worker of this number.
     fn admit(&mut self, joiner: MembershipWaiter<WorkerJoin>) -> Option<RootInput> {
         let changes = self.changes.clone();
+        // The segment calls this under its lock whenever the worker's mailbox may have changed.
         let ring = move |worker| changes.ring(worker);
         let asks = &joiner.asks;
         let options = RemoteReaderOptions {
@@ -187,6 +198,7 @@ impl Coordinator {
     fn progress(&self, progress: WorkerProgress) {
         self.at(progress.who.worker, |reader| {
             reader.progress(progress.taken, progress.through);
+            // A worker that has loaded nothing yet names no version.
             if !progress.versions.is_empty() {
                 let versions = progress.versions.iter();
                 let versions = versions.map(|item| (item.model, item.version));
@@ -225,6 +237,8 @@ impl Coordinator {
                 self.send(agent, &answer);
             }
             Err(Memory::SenderClosed) => {}
+            // The worker asked for something that it may not have. It gets no more sets, and its
+            // agent tells it why.
             Err(error) => {
                 let reason = error.to_string();
                 reader.refuse(None, reason.clone());
@@ -245,6 +259,8 @@ impl Coordinator {
             let sets = reader.notifications().unwrap_or_default();
             let answer = reader.answered().unwrap_or_default();
             let mailbox = Mailbox {
+                // Only the numbers go on. The snapshots, and their pins, end here: the mailbox
+                // keeps the versions that it names.
                 sets: sets.iter().map(set_of).collect(),
                 answer: answer.map(|(question, answer)| (question, set_of(&answer))),
             };
@@ -265,7 +281,11 @@ impl Coordinator {
             let first = items.first();
             first.is_some_and(|item| (item.model, item.version) == (one.model(), one.version()))
         };
+        // The version that was just published may be replaced before the thread starts, so its pin
+        // goes along.
         let mut at_hand = self.at_hand.take_if(is_first);
+        // On a thread of its own: a digest reads a whole version, and all agents wait for this
+        // task.
         let work = move || {
             for item in own {
                 let there = || {
@@ -288,6 +308,7 @@ impl Coordinator {
             return Vec::new();
         };
         tracing::warn!("versions are not compared, because no thread can be started: {error}");
+        // Every question needs an answer. Otherwise a client would wait until its deadline.
         let unknown = |item| RootInput::Found {
             item,
             now: None,

@@ -67,12 +67,14 @@ impl RootPlan {
         holds: Vec<Item>,
     ) {
         let got = self.run.epoch;
+        // Its workers have seen a newer sender. This one was replaced, and must not get them back.
         if seen > got {
             let refused = FromRoot::Refused {
                 reason: format!("this sender has {got}, but {seen} was seen before"),
                 remedy: RefusalRemedy::Fenced { seen, got },
             };
             self.send(agent, refused);
+            // With `flush`: the refusal has to arrive before the link closes.
             self.remove_agent(agent, LinkLoss::Silent, "it was refused".into(), true);
             return;
         }
@@ -84,6 +86,8 @@ impl RootPlan {
         let Some(known) = self.agents.get_mut(&agent) else {
             return;
         };
+        // The agent names only its port. The address is the one that this end sees: no agent can
+        // send the others to an address of its choice.
         let endpoint = bulk.map(|port| AgentEndpoint {
             address: SocketAddr::new(known.from.ip(), port),
             host: process.host,
@@ -93,6 +97,8 @@ impl RootPlan {
             process,
             holds: held,
         });
+        // Before the parent, because an agent that joins takes nothing but the welcome and the
+        // models.
         self.effects.push(RootEffect::Welcome(agent));
         let assigned = self.topology.join(agent, endpoint);
         self.assign(assigned);
@@ -124,9 +130,12 @@ impl RootPlan {
         busy: Duration,
     ) {
         if let Some(known) = self.agents.get_mut(&agent) {
+            // The agent reports these numbers, so they may be anything.
             known.received = known.received.saturating_add(bytes);
         }
         let assigned = self.topology.measured(parent, agent, bytes, busy);
+        // Relays pass on what they get, so one codec serves all hosts behind them. The slowest link
+        // decides which one.
         let rate = self.topology.slowest().unwrap_or(0.0);
         self.effects.push(RootEffect::NoteRate(rate as u64));
         self.assign(assigned);
@@ -139,6 +148,8 @@ impl RootPlan {
         let assigned = self
             .topology
             .leave_parent(agent, parent, LeftParent::Altered);
+        // A new assignment follows only if the agent had this parent. So an accusation of another
+        // relay has no effect.
         let is_its_parent = parent != 0 && !assigned.is_empty();
         self.assign(assigned);
         let Some(relay) = self.agents.get_mut(&parent).filter(|_| is_its_parent) else {
@@ -192,6 +203,7 @@ impl RootPlan {
         // First, while the agent's name is still known.
         let checked = self.scrubs.gone(agent);
         self.checked(&checked);
+        // This end may have closed the link already, and the end of the link is an event too.
         let Some(gone) = self.agents.remove(&agent) else {
             return;
         };
@@ -199,6 +211,7 @@ impl RootPlan {
         for worker in self.fresh_at(agent) {
             self.fresh.remove(&(agent, worker));
         }
+        // After a goodbye it does not matter how the connection ended.
         let how = if gone.leaves { LinkLoss::Left } else { how };
         let introduced = gone.introduced.map(|one| (one.name, one.process));
         let (name, process) = introduced.unzip();

@@ -28,6 +28,7 @@ impl Holdings {
         for item in dropped {
             self.versions.remove(&item);
         }
+        // Items sort by model first, so the last one has the highest model.
         let known = |item: &Item| item.model < self.models;
         self.versions.len() <= self.models * usize::from(MAX_SLOTS)
             && self.versions.last().is_none_or(known)

@@ -19,6 +19,8 @@ impl RootPlan {
         for (agent, one) in &self.agents {
             pairs.extend(one.held().map(|item| (item, *agent)));
         }
+        // Before the questions. A copy that is being compared already is not asked about again, and
+        // both clients wait for the one result.
         self.rounds.push(Round::new(pairs.iter().copied(), client));
         self.compare(pairs);
         // There may be nothing to compare.
@@ -71,6 +73,7 @@ impl RootPlan {
                 CopyVerdict::Same | CopyVerdict::Unknown => {}
             }
         }
+        // Taken out, because an entry of an answer is made from the whole plan.
         let mut rounds = std::mem::take(&mut self.rounds);
         for round in &mut rounds {
             for one in checked {

@@ -45,19 +45,26 @@ impl RootPlan {
         let (agent, worker) = (joiner.agent, joiner.who.worker);
         match self.membership.join(agent, joiner.who) {
             JoinOutcome::Back(record) => {
+                // The new agent has told the worker nothing yet.
                 record.start_over();
                 self.effects.push(RootEffect::StartOver(worker));
                 self.joined(agent, joiner.asks.ticket, worker);
+                // The worker has just shown that it lives, so another process that waits for its
+                // number waits in vain.
                 self.deny_waiting(agent);
             }
             JoinOutcome::New(old) => {
                 // Another worker has this number now.
                 if old.is_some() {
+                    // No agent has reached the earlier one since its agent went, so it counts as
+                    // dead.
                     self.leave(worker, Departure::Died);
                 }
                 self.effects.push(RootEffect::Admit(joiner));
             }
             JoinOutcome::Waits(by) => {
+                // If that agent gives a sign of life, the earlier worker is still there. If its
+                // link ends instead, the number is free.
                 self.effects.push(RootEffect::ExpectSign(by));
                 if let Some(earlier) = self.membership.wait(joiner) {
                     let ticket = earlier.asks.ticket;
@@ -75,6 +82,8 @@ impl RootPlan {
         let MembershipWaiter { agent, who, asks } = joiner;
         let known = self.agents.get(&agent);
         let known = known.and_then(|one| one.introduced.as_ref());
+        // A worker that is its own agent has its agent's process. Then the end of the link most
+        // likely means the death of the worker.
         let process = HostProcess {
             host: known.map_or([0; 16], |known| known.process.host),
             pid: asks.pid,
@@ -93,6 +102,7 @@ impl RootPlan {
     }
 
     fn joined(&mut self, agent: AgentId, ticket: u64, worker: WorkerId) {
+        // In this order: an agent ignores sets for a worker that it has not admitted.
         self.send(agent, FromRoot::Joined { ticket });
         self.read(BTreeSet::from([worker]));
     }
@@ -140,6 +150,7 @@ impl RootPlan {
             self.effects.push(RootEffect::StartOver(worker));
         }
         self.read(BTreeSet::from([worker]));
+        // The request waited for the other agent. Now it may have to wait for this one.
         if let Some(waiter) = self.membership.take_waiting_for(worker) {
             self.join(waiter);
         }
@@ -159,6 +170,7 @@ impl RootPlan {
         member
             .versions
             .extend(runs.map(|item| (item.model, item.version)));
+        // The worker runs something now, so an older set would be a step back.
         if progress.taken > 0 || !progress.versions.is_empty() {
             member.is_fresh = false;
             self.fresh.remove(&(agent, worker));
@@ -183,6 +195,7 @@ impl RootPlan {
                 continue;
             };
             for (sequence, set) in sets {
+                // A mailbox shows its newest set at every look. Each set goes to the agent once.
                 if sequence > member.notified {
                     member.notified = sequence;
                     member.desired.clone_from(&set);
@@ -191,6 +204,7 @@ impl RootPlan {
                     batch.push(worker);
                 }
             }
+            // An answer, too, stays in the mailbox until the worker has taken it.
             if let Some((question, (sequence, set))) = answer
                 && question > member.answered
             {
@@ -215,6 +229,8 @@ impl RootPlan {
         for (agent, answer) in answers {
             self.send(agent, answer);
         }
+        // After the newest set: a relay takes a set as an older one to begin with only if it knows
+        // of a newer one.
         for one in fresh {
             self.fresh.insert(one);
             self.begin_with_what_is_there(one);
@@ -248,6 +264,8 @@ impl RootPlan {
         }
         let has = |item: &Item| known.holds.has(item);
         let older = self.recent.before((member.notified, &member.desired), has);
+        // An older set is offered once. After it only a set between it and the newest is worth a
+        // message.
         if let Some((sequence, set)) = older.filter(|(at, _)| *at > member.begins) {
             member.begins = sequence;
             let workers = vec![worker];
