@@ -190,6 +190,8 @@ impl Driver {
                 // Events of an earlier link.
                 Some(DriverEvent::Root { number, .. }) if !self.is_current(number) => {}
                 Some(DriverEvent::Root { what: Err(end), .. }) => {
+                    // Without a link, messages are dropped. The next link begins with a report of
+                    // everything.
                     let link = self.link.take();
                     // A sender that gets to run again would take a closed link for the death of
                     // this process.
@@ -225,11 +227,14 @@ impl Driver {
     }
 
     async fn end(mut self, ending: Ending, mut inbox: mpsc::Receiver<DriverEvent>) -> Ending {
+        // The workers hear of the end first, and look for another route while the rest ends.
         self.relay.close(ending);
+        // Three kinds of waits end here: those for blocks, those of fetches, and those in sockets.
         self.store.close();
         self.fetches.under_way.clear();
         self.threads.stop();
         let (watch, threads) = (self.watch.take(), self.threads.clone());
+        // On another thread, because a join blocks and this task still has to empty the inbox.
         let mut joined = tokio::task::spawn_blocking(move || {
             if let Some(watch) = watch {
                 // The panic hook has already reported a panic there.
@@ -255,9 +260,11 @@ impl Driver {
                 self.on_local(events);
             }
         }
+        // What happened since the watching thread ended.
         let last = self.relay.last_events();
         self.on_local(last);
         for (_, link) in [self.link.take(), self.before.take()].into_iter().flatten() {
+            // The sender must not take the end of the link for the death of this process.
             link.send(&ToRoot::Goodbye);
             link.finish().await;
         }

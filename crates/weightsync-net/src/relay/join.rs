@@ -102,6 +102,7 @@ pub(crate) async fn join(
 async fn listen(own: IpAddr, access: &Access) -> Result<Option<TcpListener>, StartError> {
     let any = SocketAddr::new(own, 0);
     access.may_listen(any).map_err(StartError::Access)?;
+    // Without a port the agent serves no other host, and fetches all the same.
     Ok(TcpListener::bind(any).await.ok())
 }
 
@@ -118,6 +119,8 @@ pub(crate) async fn greet(
     let (own, mut messages) = mpsc::channel(64);
     let forward = events.clone();
     let link = Link::<ToRoot>::start::<FromRoot, _>(socket, &own, move |what| (number, what));
+    // From here on only the link has the channel. So the end of the link ends the task that
+    // forwards.
     drop(own);
     link.send(&ToRoot::Agent {
         name: host_name(),
@@ -162,6 +165,7 @@ async fn read_welcome(
         else {
             return Err(broken("expected a model"));
         };
+        // Every later message names a model by this index.
         if index != expected {
             return Err(broken("the models did not come in order"));
         }
@@ -196,6 +200,7 @@ async fn next(messages: &mut Messages, patience: Duration) -> Result<FromRoot, S
     match received {
         Some((_, Ok(FromRoot::Refused { reason, remedy }))) => Err(match remedy {
             RefusalRemedy::Fenced { seen, got } => StartError::Fenced { seen, got },
+            // A successor may come, so the caller may try again.
             RefusalRemedy::Gone => StartError::Unreachable(Unreached::Unknown, reason),
             RefusalRemedy::Other => StartError::Denied(reason),
         }),
@@ -229,6 +234,7 @@ pub(crate) async fn dial(
         let peer = TlsPeer::Trainer(host_of(name));
         let error = match link::dial(address, credentials, peer, LinkRole::Control).await {
             Ok(socket) => return Ok((socket, address)),
+            // All addresses of the name should lead to one sender, so the others are not tried.
             Err(DialError::Hello(error)) if is_final(&error) => {
                 return Err(StartError::Refused(error));
             }

@@ -21,6 +21,7 @@ pub(crate) enum NameOwner {
 pub(crate) fn names(secret: &[u8; 16], address: &str, owner: NameOwner) -> Vec<String> {
     let mut hasher = blake3::Hasher::new_derive_key("weightsync-net 2026-11 local names");
     hasher.update(secret);
+    // Both words have one length, so an owner cannot run into the address that follows.
     hasher.update(match owner {
         NameOwner::Sender => b"sender",
         NameOwner::Host => b"host\0\0",

@@ -155,6 +155,7 @@ impl Agent {
         mut goes_on: impl FnMut() -> bool,
     ) -> Result<Self, StartError> {
         let (events, inbox) = mpsc::channel(EVENTS);
+        // With room for the one message, so that the new thread never waits for its caller.
         let (started, start) = std::sync::mpsc::sync_channel(1);
         let (give_up, given_up) = oneshot::channel();
         let runtime =
@@ -175,6 +176,7 @@ impl Agent {
             match start.recv_timeout(SLICE) {
                 Err(RecvTimeoutError::Timeout) if goes_on() => {}
                 Err(RecvTimeoutError::Timeout) => {
+                    // The join in that thread sees the dropped end, and gives up.
                     drop(give_up);
                     // The agent may have started just now.
                     break start.recv().ok();
@@ -198,6 +200,7 @@ impl Agent {
                 owner: Origin::here(),
             }),
             Some(Err(error)) => {
+                // The thread has reported its error, so it is about to end.
                 let _ = thread.join();
                 Err(error)
             }
@@ -267,6 +270,8 @@ impl Drop for Agent {
 /// A runtime with a thread of its own for links: a driver that is busy for a moment must not look
 /// like a silent host.
 pub(crate) fn runtime(name: &str) -> std::io::Result<tokio::runtime::Runtime> {
+    // The blocking threads compute handshakes of TLS, look up names, and join other threads when an
+    // agent ends.
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .max_blocking_threads(2)
@@ -306,6 +311,7 @@ async fn run(
     let joined = match joined {
         // Checked before it makes room for the models, which may be gigabytes.
         Ok(joined) if options.nearer.iter().any(is_served) => {
+            // The sender then knows that no worker comes by this agent.
             joined.link.send(&ToRoot::Goodbye);
             joined.link.finish().await;
             Err(StartError::Nearer)
@@ -313,6 +319,8 @@ async fn run(
         joined => joined,
     };
     let made = joined.and_then(|joined| {
+        // The name first: a second relay of the host finds it taken before it makes room for the
+        // models.
         let (listener, address) = listen(&options, &joined)?;
         let run = joined.welcome.run;
         let driver = Driver::start(&options, credentials, joined, listener, events)?;
@@ -327,6 +335,7 @@ async fn run(
     });
     match made {
         Ok((driver, begun)) => {
+            // The caller waits for this, also after it has given up.
             let _ = started.send(Ok(begun));
             driver.run(inbox).await
         }
@@ -351,6 +360,8 @@ fn listen(options: &AgentOptions, joined: &JoinedAgent) -> Result<(Listener, Str
         }
     };
     let is_served = |name: &String| weightsync_mem::is_served(name).unwrap_or(false);
+    // Looked at before a name is taken. A name that only a forked child of a dead relay keeps does
+    // not count: then the next name is free.
     if names.iter().any(is_served) {
         return Err(StartError::Taken);
     }

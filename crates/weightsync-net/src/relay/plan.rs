@@ -203,6 +203,7 @@ impl RelayPlan {
             PlanInput::Parent => self.has_parent = true,
             PlanInput::NoParent => self.lose_parent(),
             PlanInput::Whole { item } => self.finish(item),
+            // `fetch`, at the end of this step, asks for what is missing.
             PlanInput::Rest { item } => {
                 self.fetching.remove(&item);
             }
@@ -226,6 +227,7 @@ impl RelayPlan {
     fn notified(&mut self, who: WorkerInstance, next: Notification) -> Option<PlanEffect> {
         let (items, firsts) = (&self.items, &self.firsts);
         let worker = self.workers.get_mut(&who)?;
+        // Such a worker must not wait for a transfer while a set that it may run is here.
         if worker.may_begin_with(&next) && is_whole(items, &next.set) {
             return Some(worker.put_on(who, next));
         }
@@ -265,6 +267,7 @@ impl RelayPlan {
         self.fetching.remove(&item);
         match sender {
             true => self.give_up(item, effects),
+            // A relay may have dropped what the sender still has.
             false => {
                 self.items.insert(item, ItemState::FromSender);
             }
@@ -347,9 +350,12 @@ impl RelayPlan {
                 worker.pending.drain(..at);
             }
             while let Some(next) = worker.pending.pop_front_if(|next| whole(next)) {
+                // One replacement is allowed again.
                 worker.missed = false;
                 effects.push(worker.put_on(*who, next));
             }
+            // A question and its answer stand apart from the mailbox: an answer may be an older
+            // version.
             let answer = worker.answer.take_if(|(_, next)| whole(next));
             if let Some((question, next)) = answer {
                 worker.answered.clone_from(&next.set);
@@ -371,6 +377,7 @@ impl RelayPlan {
             let newest = newest.entry(item.model).or_insert(item.version);
             *newest = item.version.max(*newest);
         }
+        // Stops come before releases, because a fetch under way holds its slot.
         self.fetching.retain(|item| {
             let keep = needed.contains(item);
             if !keep {
@@ -406,6 +413,7 @@ impl RelayPlan {
                 effects.push(PlanEffect::Fetch { item, sender });
             }
         }
+        // After the fetches have begun: only a set that really arrives is finished in any case.
         self.note_firsts(sets);
     }
 
@@ -418,6 +426,7 @@ impl RelayPlan {
             let is_first =
                 |item: &Item| self.fetching.contains(item) && !known.contains(&item.model);
             if set.iter().any(is_first) {
+                // These models have such a set now, so a later set is not a second one.
                 known.extend(set.iter().map(|item| item.model));
                 self.firsts.push(set);
             }
@@ -436,6 +445,7 @@ impl RelayPlan {
             .keys()
             .filter(|item| !self.is_whole(item))
             .peekable();
+        // The keys ascend, so the first one of a model is its oldest version.
         while let Some(oldest) = below.next() {
             let older = |one: &Item| one.model == oldest.model && one.version < oldest.version;
             if !next.iter().any(older) {
@@ -454,6 +464,7 @@ impl RelayPlan {
         for worker in self.workers.values() {
             others.extend(worker.answer.iter().map(|(_, next)| next));
             match worker.delivery {
+                // Such a worker skips nothing, so its sets wait for no other.
                 Delivery::Every { .. } => sets.extend(worker.pending.front()),
                 Delivery::Newest | Delivery::Asked => others.extend(worker.pending.front()),
             }
@@ -471,6 +482,8 @@ impl RelayPlan {
             let missing = missing(&next.set);
             let comes = |item: &Item| coming.get(&item.model).copied();
             let comes_other = |item| comes(item).is_some_and(|comes| comes != item.version);
+            // Two versions of one model at a time would take twice as long each, so one of the two
+            // waits.
             if !missing.iter().any(comes_other) {
                 coming.extend(missing.iter().map(|item| (item.model, item.version)));
                 sets.push(next);
@@ -535,6 +548,8 @@ impl RelayPlan {
             worker.answer.take_if(|(_, next)| next.set.contains(&item));
         }
         if let Some(count) = self.wanted.remove(&item) {
+            // Each of these children still withdraws its request. A withdrawal must not count for a
+            // newer request.
             *self.refused.entry(item).or_default() += count;
             effects.push(PlanEffect::Refuse { item });
         }

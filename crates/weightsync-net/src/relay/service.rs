@@ -181,6 +181,7 @@ impl Relay {
         let access = self.access()?;
         let goes_on = || !self.stop.state().stopped;
         while goes_on() {
+            // For each attempt, because the name may have another address by now.
             self.may_dial(&access)?;
             let options = AgentOptions {
                 root: self.address.clone(),
@@ -195,6 +196,7 @@ impl Relay {
             let (kind, reason) = match Agent::start(options, ATTEMPT.into(), goes_on) {
                 Ok(agent) => {
                     (failures, reported) = (0, Vec::new());
+                    // A sender with a lower epoch was replaced: the relay does not go back to it.
                     seen = agent.run.epoch;
                     let (run, serves) = (agent.run, agent.serves);
                     notify(RelayEvent::Joined { run, serves });
@@ -203,6 +205,7 @@ impl Relay {
                         Ending::Died => notify(RelayEvent::Died),
                         Ending::Moved => {}
                     }
+                    // Without a pause: a successor may be there already.
                     continue;
                 }
                 Err(_) if !goes_on() => break,
@@ -250,6 +253,7 @@ impl Relay {
             | StartError::Taken
             | StartError::Nearer
             | StartError::Access(_) => {
+                // Only a person can change this, so the program ends with the reason.
                 return Err(error.into_error(self.address.clone()));
             }
         })
@@ -257,6 +261,8 @@ impl Relay {
 
     fn serve(&self, agent: Agent) -> Ending {
         let stopper = agent.stopper();
+        // Under the lock: a stop comes before this, and is seen here, or after this, and finds the
+        // agent.
         let mut state = self.stop.state();
         if state.stopped {
             drop(state);
@@ -266,6 +272,7 @@ impl Relay {
             drop(state);
         }
         let ending = agent.wait();
+        // A stop from here on ends the loop, and not this agent.
         self.stop.state().agent = None;
         ending
     }
@@ -307,6 +314,7 @@ impl RelayStop {
         let agent = state.agent.take();
         drop(state);
         self.0.changed.notify_all();
+        // Without the lock, because this may wait for room among the agent's events.
         if let Some(agent) = agent {
             agent.stop();
         }

@@ -24,9 +24,13 @@ use crate::wire::frame::BLOCK;
 use crate::wire::message::ToRoot;
 
 /// How often the driver looks for room while there is none.
+// Not every release of a slot is an event: a thread that serves or makes a digest may hold the
+// slot.
 const ROOM: Duration = Duration::from_millis(20);
 
 /// How often the driver reports to the sender how much of an arriving version is here.
+// On a slow link one version may take minutes. The sender has to learn of the slow link before
+// that.
 const MEASURE: Duration = Duration::from_secs(1);
 
 /// The versions that are here or arriving, and where they are fetched from.
@@ -105,15 +109,19 @@ impl Fetches {
 impl Driver {
     /// Fetches from another parent from here on.
     pub(super) fn follow(&mut self, parent: Parent) {
+        // Named once more while fetches from it go on: nothing changes.
         if self.fetches.parent == Some(parent) && !self.fetches.under_way.is_empty() {
             return;
         }
+        // First these are marked, so that the next line does not stop them.
         let mut inputs = self.keep_fetches_from_sender(parent);
         self.fetches.leave_parent();
         self.fetches.parent = Some(parent);
         // A pending complaint is about an earlier parent, so the sender would ignore it; and the
         // next failure must be reported.
         self.fetches.complaint = None;
+        // The loss makes the plan forget the fetches from the old parent. The new parent then
+        // starts them again.
         inputs.extend([PlanInput::NoParent, PlanInput::Parent]);
         self.step(inputs);
     }
@@ -157,6 +165,8 @@ impl Driver {
             // as the version is here.
             self.store.put(item, held.clone());
         }
+        // The number tells this fetch from an earlier one of the version, whose end may still be on
+        // its way.
         self.fetches.last += 1;
         let number = self.fetches.last;
         let notify = notifier(&self.events);
@@ -181,6 +191,7 @@ impl Driver {
             &self.threads,
             done,
         );
+        // The first of several fetches sets the time, so that each report covers all of them.
         if self.fetches.under_way.is_empty() {
             self.fetches.measures = Instant::now() + MEASURE;
         }
@@ -228,9 +239,11 @@ impl Driver {
             version: Version::NONE,
             ..item
         };
+        // Items sort by version within a model, so this is the newest older one.
         let (of, snapshot) = self.fetches.whole.range(first..item).next_back()?;
         let (slot, _) = self.fetches.arriving.get(&item)?;
         let ring = self.store.deltas();
+        // With this delta a span can be changed in place, from what the free slot still holds.
         let earlier = slot.base().and_then(|base| ring.step(*of, base));
         let known = ring.step(item, of.version);
         let recorded = known.unwrap_or_else(|| {
@@ -238,6 +251,8 @@ impl Driver {
             let fresh = Arc::new(Delta::new(of.version, item.version, layout));
             let bound = match self.serves {
                 Some(_) => layout.bytes() / RING,
+                // No host fetches here. The ring keeps the newest delta all the same, for changes
+                // in place.
                 None => 0,
             };
             ring.put(item.model, fresh.clone(), bound);
@@ -264,6 +279,7 @@ impl Driver {
             end,
             transferred,
         } = fetched;
+        // Also for a fetch that was stopped: its bytes have travelled.
         self.send_received(item, parent, transferred);
         // A fetch that was stopped ends too, and another one may have its place by then.
         let Entry::Occupied(ended) = self.fetches.under_way.entry(item) else {
@@ -294,6 +310,7 @@ impl Driver {
             Ok(snapshot) => {
                 self.fetches.failures = 0;
                 self.store.deltas().trim(item.model);
+                // Before the plan's step, which may put mailboxes on this version at once.
                 self.fetches.whole.insert(item, snapshot);
                 let (have, dropped) = (vec![item], Vec::new());
                 self.send(&ToRoot::Holds { have, dropped });
@@ -341,6 +358,8 @@ impl Driver {
             );
             self.fetches.complaint = Some(complaint);
         }
+        // Its other fetches would most likely fail too. Each goes on with its next missing block
+        // elsewhere.
         self.fetches.leave_parent();
         self.step([PlanInput::Broken { item }, PlanInput::NoParent]);
     }
@@ -352,6 +371,7 @@ impl Driver {
              nothing of the block was used, and another parent is asked for",
             parent.address
         );
+        // The sender leaves the relay in place for others, and gives this agent another parent.
         self.send(&ToRoot::Altered {
             parent: parent.agent,
             item,

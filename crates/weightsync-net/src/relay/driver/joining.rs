@@ -118,6 +118,7 @@ impl Driver {
                     // Progress is reported before a departure, as the sender forgets the worker
                     // then.
                     self.send_progress(std::mem::take(&mut progress));
+                    // Another life of the worker may have the number by now.
                     if self.members.worker(who).is_some() {
                         self.members.workers.remove(&who.worker);
                     }
@@ -141,6 +142,8 @@ impl Driver {
                 self.send(&ToRoot::Gone { who, died });
             }
         }
+        // The driver numbers requests itself: a worker that is announced again has no ticket of the
+        // segment any more.
         let ticket = self.members.next_ticket();
         self.send_join(ticket, &join);
         self.members.joining.insert(ticket, join);
@@ -172,6 +175,7 @@ impl Driver {
             return;
         };
         let (who, delivery) = (join.who, join.delivery);
+        // The worker has given up or died meanwhile, so the sender must forget it.
         if self.relay.admit(join.ticket).is_err() {
             let died = false;
             self.send(&ToRoot::Gone { who, died });
@@ -191,6 +195,7 @@ impl Driver {
         if let Some(join) = self.members.joining.remove(&ticket) {
             self.relay.deny(join.ticket, reason);
         } else if let Some(who) = self.members.rejoining.remove(&ticket) {
+            // The sender does not take this worker back, so it gets nothing more.
             self.relay.turn_away(who, reason);
             self.end_link_before();
         }
@@ -198,6 +203,7 @@ impl Driver {
 
     /// Tells the sender on a new link which workers are here.
     pub(super) fn join_again(&mut self) {
+        // Their answers would have come on the link that has ended.
         self.members.rejoining.clear();
         let workers = self.members.workers.values();
         let workers: Vec<_> = workers.map(|worker| worker.join.clone()).collect();
@@ -214,6 +220,7 @@ impl Driver {
         }
         // The sender also needs to know how far each of them is.
         self.relay.report_again();
+        // Without workers there is nothing to wait for.
         self.end_link_before();
     }
 

@@ -19,6 +19,7 @@ impl Driver {
                 set,
                 workers,
             } => {
+                // The message may cross the report that a worker has gone.
                 let known = workers.into_iter();
                 let known = known.filter_map(|worker| self.members.instance(worker));
                 let notified = known.map(|who| PlanInput::Notified {
@@ -61,6 +62,7 @@ impl Driver {
             FromRoot::TurnAway { who, reason } => self.relay.turn_away(who, &reason),
             FromRoot::Parent { agent, address } => match self.parent(agent, address.as_deref()) {
                 Ok(parent) => self.follow(parent),
+                // The sender then names another parent.
                 Err(reason) => self.send(&ToRoot::ParentLost {
                     parent: agent,
                     reason,

@@ -22,6 +22,7 @@ impl Driver {
     fn perform(&mut self, effect: PlanEffect) -> Option<PlanInput> {
         match effect {
             PlanEffect::Notify { who, sequence, set } => {
+                // Only whole versions can be named in a mailbox.
                 if let Some(set) = self.fetches.snapshots(&set) {
                     self.relay.notify(who, sequence, &set);
                 }
@@ -38,8 +39,11 @@ impl Driver {
                 }
             }
             PlanEffect::Fetch { item, sender } => return self.begin(item, sender),
+            // A fetch that is dropped closes its connections. Its blocks stay in the slot.
             PlanEffect::Stop { item } => drop(self.fetches.under_way.remove(&item)),
             PlanEffect::Release { item } => {
+                // Threads that serve the version hold its slot, too. They stop, so that the slot
+                // becomes free.
                 self.store.remove(item);
                 if self.fetches.release(item) {
                     let (have, dropped) = (Vec::new(), vec![item]);

@@ -22,6 +22,7 @@ impl Driver {
         end: &LinkEnd,
         inbox: &mut mpsc::Receiver<DriverEvent>,
     ) -> Option<Ending> {
+        // The sender has said goodbye, so it does not come back.
         if self.closes.is_some() {
             return Some(Ending::Closed);
         }
@@ -31,11 +32,15 @@ impl Driver {
         // stopped.
         let mut silent: Option<Instant> = None;
         loop {
+            // An attempt borrows the driver and may take seconds. Events of that time are handled
+            // after it.
             let mut meanwhile = Vec::new();
             let again = tokio::select! {
                 again = self.try_again() => again,
                 () = stop(inbox, &mut meanwhile) => return Some(Ending::Moved),
             };
+            // The sender's messages among these are of links that have ended. Those of a new link
+            // come only after `try_again` has returned.
             for event in meanwhile {
                 self.handle_unlinked(event);
             }
@@ -43,6 +48,8 @@ impl Driver {
                 Ok(()) => return None,
                 Err(ReconnectError::Died) => return Some(Ending::Died),
                 Err(ReconnectError::Unanswered) => {
+                    // A stopped sender looks like this, too, and may go on. So this waits for as
+                    // long as a worker would.
                     let since = *silent.get_or_insert_with(Instant::now);
                     if since.elapsed() >= SILENT_SENDER {
                         return Some(Ending::Died);
@@ -81,6 +88,8 @@ impl Driver {
             Err(StartError::Refused(HelloError::Tls { .. })) => {
                 return Err(ReconnectError::Unreachable);
             }
+            // Another program has the sender's address: one with another secret, or one that is no
+            // sender.
             Err(StartError::Refused(_)) => return Err(ReconnectError::Died),
             Err(StartError::Unreachable(reach, _)) => {
                 return Err(match reach {
@@ -92,6 +101,7 @@ impl Driver {
             }
             Err(_) => return Err(ReconnectError::Unreachable),
         };
+        // The sender takes a new link for a new agent, so the agent says what it has.
         let before = Before {
             run: Some(self.run),
             holds: self.fetches.whole.keys().copied().collect(),
@@ -103,6 +113,7 @@ impl Driver {
         let (link, welcome, _) = match greeted {
             Ok(greeted) => greeted,
             Err(StartError::Unreachable(..)) => return Err(ReconnectError::Unreachable),
+            // The sender answers, and does not take this agent back.
             Err(_) => return Err(ReconnectError::Died),
         };
         if welcome.run != self.run {
@@ -113,6 +124,8 @@ impl Driver {
         self.link = Some((number, link));
         self.root = root;
         self.agent = welcome.agent;
+        // A fetch names its agent, and the number is a new one. Fetches under way keep the old
+        // connections.
         let connections = Connections::new(
             self.credentials.clone(),
             (self.run, self.agent),
@@ -134,12 +147,14 @@ impl Driver {
 
 /// Waits until the agent is to leave. Keeps other events for later, as far as there is room.
 async fn stop(inbox: &mut mpsc::Receiver<DriverEvent>, meanwhile: &mut Vec<DriverEvent>) {
+    // The rest stays in the channel, where its senders wait.
     while meanwhile.len() < EVENTS {
         match inbox.recv().await {
             Some(DriverEvent::Stop) | None => return,
             Some(event) => meanwhile.push(event),
         }
     }
+    // A stop is heard after the attempt now. Each step of the attempt has a deadline.
     std::future::pending().await
 }
 

@@ -15,6 +15,7 @@ impl Driver {
             return;
         }
         self.scrubs.push_back(item);
+        // One digest at a time: each of them reads a whole version.
         if self.scrubs.len() == 1 {
             self.next_scrub();
         }
@@ -43,6 +44,8 @@ impl Driver {
                     Err(error) => tracing::warn!("{item:?} is not compared: {error}"),
                 }
             }
+            // The version is gone, or no thread could be started. The sender waits for an answer in
+            // any case.
             self.scrubs.pop_front();
             let digest = None;
             self.send(&ToRoot::Scrubbed { item, digest });

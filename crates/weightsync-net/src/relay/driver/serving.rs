@@ -13,11 +13,14 @@ impl Driver {
     pub(super) fn serve(&mut self, listener: TcpListener, models: usize) {
         self.serves = listener.local_addr().ok();
         let events = self.events.clone();
+        // This may wait for room in the queue. Only threads that serve call it, never an async
+        // task.
         let notify = move |served| {
             let _ = events.blocking_send(DriverEvent::Served(served));
         };
         let (store, threads) = (self.store.clone(), self.threads.clone());
         let serving = Serving::new((self.run, models), store, threads, notify);
+        // A relay serves fetches alone. Its other roles are the sender's.
         let take = move |socket, _from, role| {
             if role == LinkRole::Bulk {
                 tokio::spawn(serving.clone().child(socket));

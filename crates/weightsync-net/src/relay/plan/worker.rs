@@ -75,6 +75,7 @@ impl WorkerPlan {
                 // A set that is on its way is finished; the sets behind it are replaced.
                 self.pending.truncate(1);
             } else {
+                // Nothing of it has arrived, or it is the first in a row that is given up.
                 self.pending.clear();
                 self.missed = true;
             }
