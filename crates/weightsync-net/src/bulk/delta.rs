@@ -118,6 +118,7 @@ impl Coded {
     /// Chooses the smaller form to send, and keeps the foldable one too if both together are
     /// smaller than `most`.
     fn made(foldable: Vec<u8>, thin: Option<Vec<u8>>, most: u64) -> Self {
+        // A thin delta that is not smaller would only take longer to read.
         let (sent, foldable) = match thin.filter(|thin| thin.len() < foldable.len()) {
             Some(thin) => (thin, Some(foldable)),
             None => (foldable, None),
@@ -134,6 +135,7 @@ impl Coded {
         let few = |bytes: &Vec<u8>| ((self.sent.len() + bytes.len()) as u64) < most;
         let kept = foldable.filter(few);
         let bytes = kept.as_ref().map_or(0, Vec::len) as u64;
+        // Only the first call keeps anything, and only that counts.
         match self.foldable.set(kept.map(Into::into)) {
             Ok(()) => bytes,
             Err(_) => 0,
@@ -191,6 +193,7 @@ impl Delta {
             base,
             version,
             whole,
+            // The table of spans takes memory before any span is known.
             held: AtomicU64::new(size_of_val(&*spans) as u64),
             spans,
             parts: Vec::new(),
@@ -264,11 +267,13 @@ impl Delta {
         // The lock guards no data, so a panic leaves nothing half done.
         let alone = self.folding.lock();
         let _alone = alone.unwrap_or_else(PoisonError::into_inner);
+        // Another thread may have folded the span while this one waited for the lock.
         if let Some(known) = span.get() {
             return Some(known);
         }
         let mut folded: Option<Vec<u8>> = None;
         for part in &self.parts {
+            // A part whose span is not made yet ends this: the caller asks again later.
             let next = match part.span(index, layout, scratch)? {
                 SpanCoding::Coded(coded) => coded.foldable(),
                 SpanCoding::Dense => Foldable::Nothing,
@@ -276,6 +281,7 @@ impl Delta {
             let next = match next {
                 Foldable::Ready(next) => next,
                 Foldable::NotYet => return None,
+                // With one step of the chain missing, the span can only go whole.
                 Foldable::Nothing => {
                     self.note(index, SpanCoding::Dense);
                     return span.get();
@@ -314,6 +320,7 @@ impl Delta {
     /// Marks the delta as wrong: nothing of it is used or passed on any more.
     pub(crate) fn spoil(&self) {
         self.spoiled.store(true, Ordering::Release);
+        // Its size means nothing now, so neither `pays` nor `changes` may use it.
         self.given_up.store(true, Ordering::Relaxed);
     }
 
@@ -340,6 +347,7 @@ impl Delta {
     pub(crate) fn end(&self) {
         for index in 0..self.spans.len() {
             if self.spans[index].get().is_none() {
+                // The span was never compared, so nobody may count it as changed.
                 self.given_up.store(true, Ordering::Relaxed);
                 self.note(index, SpanCoding::Dense);
             }
@@ -424,9 +432,11 @@ impl Delta {
         versions.sample((1, GLANCE), Codec::Fast, &mut scratch);
         let glances = (self.whole / (GLANCE * GLANCES_OF)).clamp(2, GLANCES);
         let glance = versions.sample((glances, GLANCE), Codec::Fast, &mut scratch);
+        // `_ended` marks every span as dense then, so that no child waits for a delta.
         if is_stopped() || !any && !glance.pays(rate) {
             return;
         }
+        // Where the link is what everything waits for, a slower codec with fewer bytes may pay.
         let codec = match glance.waits_for_link(rate) {
             true => versions.cheapest(rate, &is_stopped, &mut scratch),
             false => Codec::Fast,
@@ -435,6 +445,7 @@ impl Delta {
         let next = AtomicUsize::new(0);
         let work = |scratch: &mut Scratch| {
             loop {
+                // Both threads take the next span from one counter.
                 let index = next.fetch_add(1, Ordering::Relaxed);
                 if index >= count || is_stopped() {
                     return;

@@ -208,6 +208,7 @@ impl BulkFetch {
     ) -> Self {
         let missing: Vec<usize> = slot.missing().collect();
         // One connection for each part that is large enough to be worth one.
+        // The versions of a set share the connections. More would only compete for one link.
         let most = connections.most.saturating_sub(others);
         let count = most.min(missing.len().div_ceil(4)).max(1);
         let throughput = connections.throughput(parent);
@@ -234,6 +235,7 @@ impl BulkFetch {
             coded: AtomicU64::new(0),
             done: Box::new(done),
         });
+        // Before the blocks are asked for: a block whose digest is not here has to wait.
         task.clone().ask_digests();
         for part in 0..count {
             let turns = missing.iter().copied().enumerate();
@@ -250,6 +252,7 @@ impl BulkFetch {
                 own.end(end);
             };
             if let Err(error) = threads.spawn("weightsync-fetch", work) {
+                // As if this connection had failed. The others go on.
                 task.end(Err(error));
             }
         }
@@ -300,10 +303,13 @@ impl FetchTask {
     /// is over.
     fn connect(&self, parent: Parent, note: impl FnOnce(TcpStream)) -> io::Result<Option<Stream>> {
         let socket = TcpStream::connect_timeout(&parent.address, SUSPECT)?;
+        // A stop of all threads also ends the handshake that follows.
         let Some(_watched) = self.threads.watch(&socket)? else {
             return Ok(None);
         };
         note(socket.try_clone()?);
+        // Looked at after the socket was noted: either this sees the end, or the end finds the
+        // socket.
         if self.is_over() {
             return Ok(None);
         }
@@ -325,10 +331,12 @@ impl FetchTask {
             return Ok(Some(FetchEnd::Stopped));
         };
         socket.socket().set_read_timeout(Some(SUSPECT))?;
+        // As in `connect`: noted first, then checked, so that no stop misses the socket.
         self.sockets().push(socket.socket().try_clone()?);
         if self.is_stopped() {
             return Ok(Some(FetchEnd::Stopped));
         }
+        // One request names only so many ranges. The next one follows once its blocks have come.
         for ranges in ranges(indices).chunks(MAX_RANGES) {
             let fetch = ToParent::Fetch(WantedBlocks {
                 run: self.connections.run,
@@ -356,6 +364,7 @@ impl FetchTask {
                 return Err(invalid(Misbehaved::Unsent { index }));
             }
         }
+        // Nothing is outstanding, so the next fetch can use this connection.
         self.connections.give_back(self.parent, socket);
         Ok(None)
     }
@@ -366,6 +375,8 @@ impl FetchTask {
         socket: &mut Stream,
         requested: &mut Requested<'_>,
     ) -> io::Result<Option<FetchEnd>> {
+        // A child without a base cannot apply a delta, so a parent that sends one breaks the
+        // protocol.
         let allowed = match self.base {
             Some(_) => &[FrameKind::Bulk, FrameKind::Block, FrameKind::Delta][..],
             None => &[FrameKind::Bulk, FrameKind::Block],
@@ -384,6 +395,7 @@ impl FetchTask {
                 header.check(&head).map_err(invalid)?;
                 let head = DeltaHead::decode(&head).map_err(invalid)?;
                 let made = self.receive_delta(socket, &head, requested, &mut scratch);
+                // Also after an error: the span is released then, and another fetch may take it.
                 self.store.notify();
                 made?;
                 last = Instant::now();
@@ -403,6 +415,7 @@ impl FetchTask {
             }
             match read_message(socket, &header)? {
                 ToChild::Digests { .. } => return Err(invalid(Misbehaved::Unasked)),
+                // The sender has each version whole. It may only have many others to serve first.
                 ToChild::Idle if self.parent.agent == 0 => {}
                 ToChild::Idle if last.elapsed() < self.connections.withheld => {}
                 ToChild::Idle => return Err(io::Error::other(Misbehaved::Withheld)),
@@ -421,12 +434,15 @@ impl FetchTask {
     ) -> io::Result<()> {
         let wrong = || invalid(FrameError::Block { head: *head });
         let index = head.index as usize;
+        // The decoder has compared the block's length with `image_bytes`. If that fits, so does the
+        // block.
         let of_this = usize::from(head.model) == self.item.model
             && head.version == self.item.version
             && head.image_bytes == self.slot.layout().bytes();
         if !of_this || !requested.arrive(index..index + 1) {
             return Err(wrong());
         }
+        // Another fetch has taken the block. Its bytes still have to be read off the connection.
         let Some(mut piece) = self.slot.take(index) else {
             return skip(socket, head.bytes);
         };
@@ -440,10 +456,13 @@ impl FetchTask {
             arrival.more(part.len(), Instant::now());
             self.bytes.fetch_add(part.len() as u64, Ordering::Relaxed);
         }
+        // The wait for a digest, which may follow, is not the link's.
         drop(arrival);
         let crc = crc.value();
+        // An error from here on drops `piece`, and the block is missing again.
         head.check_crc(crc).map_err(invalid)?;
         self.verify(index, &piece, requested)?;
+        // Before the block can be seen: a thread that serves it need not compute the sum again.
         self.held.note_sum(index, crc);
         piece.keep();
         Ok(())
@@ -456,14 +475,17 @@ impl FetchTask {
             .map(|block| FetchEnd::Altered { block: *block });
         let end = match end {
             Ok(end) => end,
+            // The error says so itself, or follows from the stop that `verify` made.
             Err(_) if altered.is_some() => altered,
             Err(_) if self.is_stopped() => Some(FetchEnd::Stopped),
+            // Without digests no block of a relay can be used.
             Err(_) if self.digests_gone.load(Ordering::Acquire) => Some(FetchEnd::NotThere),
             Err(error) if self.base_mismatch.load(Ordering::Acquire) => {
                 Some(FetchEnd::BaseMismatch(error))
             }
             Err(error) => Some(FetchEnd::Broken(error)),
         };
+        // Held across the count, so the last connection sees how all others have ended.
         let mut first = self
             .first_end
             .lock()
@@ -478,6 +500,7 @@ impl FetchTask {
         let end = first.take();
         drop(first);
         let end = match end {
+            // If every block is here, it does not matter how a connection ended.
             _ if self.slot.is_whole() => FetchEnd::Whole,
             // Whatever the parent does to its other connections: it is named.
             _ if let Some(block) = self.altered.get() => FetchEnd::Altered { block: *block },
@@ -495,10 +518,12 @@ impl FetchTask {
         if bytes + coded < least {
             return Transferred::default();
         }
+        // Subtracted, because other threads go on counting.
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
         self.coded.fetch_sub(coded, Ordering::Relaxed);
         let all = self.throughput.transferred();
         let mut taken = all.share(std::mem::replace(&mut before, all), bytes);
+        // The arrival of deltas is not timed. With many of them the rate would be too high.
         if coded > bytes / 8 {
             // A time of zero is no measurement.
             taken.busy = Duration::ZERO;
@@ -510,6 +535,7 @@ impl FetchTask {
     /// Closes the connections, as data under way is no longer wanted.
     fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
+        // Once all have ended, the next fetch may use these connections.
         if self.left.load(Ordering::Acquire) > 0 {
             for socket in self.sockets().iter() {
                 let _ = socket.shutdown(std::net::Shutdown::Both);

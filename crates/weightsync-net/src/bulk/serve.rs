@@ -131,6 +131,8 @@ impl Serving {
                 request = read_request(&mut socket, self.quiet) => request,
                 () = closed.notified() => return,
             };
+            // From here on this connection is not closed for another one. It may have been closed
+            // just before.
             if !child.note_doing(Doing::Busy) {
                 return;
             }
@@ -159,6 +161,7 @@ impl Serving {
         let entered = children.enter(from, Doing::Idle, &room, closed);
         drop(children);
         let (number, idle) = entered.ok()?;
+        // Its own task sees this, and ends.
         if let Some(idle) = idle {
             idle.notify_one();
         }
@@ -204,6 +207,7 @@ impl Serving {
     ) -> io::Result<Option<AsyncStream>> {
         let mut transfer = Transfer::new(self.clone(), fetch);
         loop {
+            // Between two turns a fetch has no thread.
             let Some(permit) = self.turn(&mut socket, &mut transfer).await? else {
                 return Ok(Some(socket));
             };
@@ -229,6 +233,7 @@ impl Serving {
         permit: OwnedSemaphorePermit,
         work: impl FnOnce(&mut Stream) -> io::Result<T> + Send + 'static,
     ) -> io::Result<Option<(AsyncStream, T)>> {
+        // The socket blocks for the turn: the thread of the links must not be late for bulk data.
         let mut stream = socket.into_blocking()?;
         stream.socket().set_write_timeout(Some(STUCK))?;
         let Some(watched) = self.threads.watch(stream.socket())? else {
@@ -237,10 +242,12 @@ impl Serving {
         let (done, is_done) = oneshot::channel();
         self.threads.spawn("weightsync-serve", move || {
             let result = work(&mut stream);
+            // Before the result is told, so that the next fetch begins at once.
             drop((watched, permit));
             // The child may have gone meanwhile; then nobody receives this.
             let _ = done.send(result.map(|result| (stream, result)));
         })?;
+        // The thread has panicked, and the panic hook has reported that.
         let Ok(done) = is_done.await else {
             return Ok(None);
         };
@@ -274,6 +281,7 @@ impl Serving {
             let idle = words(&ToChild::Idle)?;
             tokio::select! {
                 last_sent = in_time(STUCK, socket.write_all(&idle)) => last_sent?,
+                // A part of the message may be out, so the connection cannot go on.
                 () = transfer.revoked() => return Err(io::Error::other(REPLACED)),
             }
         }
@@ -299,6 +307,7 @@ impl Serving {
             None if came_dense() => DeltaState::Dense,
             None => {
                 let known = || delta.is_known(index) || came_dense() || held.is_revoked();
+                // Not longer, because the child needs a sign of life every `IDLE`.
                 self.store.wait_until(known, IDLE);
                 match self.store.is_closed() {
                     true => DeltaState::Gone,
@@ -315,6 +324,8 @@ impl Serving {
             return;
         }
         let mut rates = self.rates();
+        // An agent's number is never used again, so the numbers of agents that are gone would pile
+        // up.
         if rates.len() >= REMEMBERED && !rates.contains_key(&agent) {
             rates.clear();
         }
@@ -327,6 +338,7 @@ impl Serving {
 
     /// Whether other fetches wait for a turn.
     fn others_wait(&self) -> bool {
+        // The semaphore does not tell how many wait. Without a free permit somebody may.
         self.at_once.available_permits() == 0
     }
 }
@@ -368,6 +380,7 @@ enum DeltaState<'a> {
 
 /// Enables TCP keep-alive: the system notices when the host of the other end is gone.
 pub(crate) fn keep_alive(socket: &impl AsFd) -> io::Result<()> {
+    // Six seconds of silence, then three questions, two seconds apart.
     sockopt::set_socket_keepalive(socket, true)?;
     sockopt::set_tcp_keepidle(socket, OUT_OF_REACH / 2)?;
     sockopt::set_tcp_keepintvl(socket, OUT_OF_REACH / 6)?;
@@ -421,9 +434,11 @@ fn write_both(
 ) -> io::Result<()> {
     debug_assert!(bytes.len() <= SPAN as usize);
     while !bytes.is_empty() || !head.is_empty() {
+        // Before each write: a child that reads a little at a time never lets one write time out.
         if late() {
             return Err(io::ErrorKind::TimedOut.into());
         }
+        // In one call, so that the head does not go out in a packet of its own.
         let slices = [IoSlice::new(head), IoSlice::new(bytes)];
         let written = match socket.write_vectored(&slices) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),

@@ -26,9 +26,12 @@ impl Threads {
     /// Registers a connection to be shut down by [`stop`](Threads::stop); `None` if that has
     /// already happened.
     pub(crate) fn watch(self: &Arc<Self>, socket: &TcpStream) -> std::io::Result<Option<Watched>> {
+        // A second descriptor of the one connection: a shutdown of it reaches the thread that
+        // blocks.
         let socket = socket.try_clone()?;
         let number = self.last.fetch_add(1, Ordering::Relaxed);
         let mut sockets = self.sockets();
+        // Under the lock: either this sees the stop, or the stop finds the socket.
         if self.stopped.load(Ordering::Acquire) {
             return Ok(None);
         }
@@ -45,6 +48,7 @@ impl Threads {
     ) -> std::io::Result<()> {
         let thread = std::thread::Builder::new().name(name.into()).spawn(work)?;
         let mut handles = self.handles();
+        // Handles of threads that have ended would pile up.
         handles.retain(|handle| !handle.is_finished());
         handles.push(thread);
         Ok(())
@@ -57,6 +61,7 @@ impl Threads {
 
     /// Shuts down every connection, without waiting for the threads.
     pub(crate) fn stop(&self) {
+        // The lock orders this and `watch`.
         let sockets = self.sockets();
         self.stopped.store(true, Ordering::Release);
         for socket in sockets.values() {
@@ -66,6 +71,7 @@ impl Threads {
 
     /// Waits for the threads, except the calling one.
     pub(crate) fn join(&self) {
+        // Taken out, because a thread that has not ended yet may start another one.
         let handles = std::mem::take(&mut *self.handles());
         let own = std::thread::current().id();
         for handle in handles {

@@ -30,12 +30,14 @@ const COMES_AGAIN: Duration = Duration::from_secs(3);
 pub(crate) struct HeldVersion {
     source: VersionBytes,
     /// The checksum of each block, once it is known.
+    // Set once and then read without a lock, by all threads that serve the version.
     sums: Box<[OnceLock<u64>]>,
     /// The BLAKE3 digest of each block as the sender published it, once it is known.
     digests: Box<[OnceLock<[u8; DIGEST_BYTES]>]>,
     /// The version is no longer served.
     revoked: AtomicBool,
     /// The connections that send this version now, by number.
+    // Its lock also orders `register` and `cut_off`.
     outgoing: Mutex<(u64, HashMap<u64, TcpStream>)>,
 }
 
@@ -102,6 +104,8 @@ impl HeldVersion {
     /// version is no longer served.
     pub(super) fn register(&self, socket: &TcpStream) -> io::Result<Option<OutgoingGuard<'_>>> {
         let socket = socket.try_clone()?;
+        // Under this lock: either the check below sees the revocation, or `cut_off` finds the
+        // socket.
         let mut outgoing = self.outgoing();
         if self.is_revoked() {
             return Ok(None);
@@ -121,6 +125,7 @@ impl HeldVersion {
         let outgoing = self.outgoing();
         self.revoked.store(true, Ordering::Release);
         for socket in outgoing.1.values() {
+            // A thread that is in the middle of a write fails at once, and releases the version.
             let _ = socket.shutdown(Shutdown::Both);
         }
     }
@@ -210,6 +215,8 @@ impl HeldVersion {
         }
         match (self.bytes(index), self.sums.get(index)) {
             (Some(bytes), Some(sum)) => {
+                // Of several threads that need the sum at once, one computes it, and the others
+                // wait for it.
                 BlockState::Ready(bytes, *sum.get_or_init(|| weightsync_simd::crc64(bytes)))
             }
             _ => BlockState::NotYet,
@@ -233,6 +240,7 @@ pub(crate) fn replaced(
     let old =
         served.filter(|item| item.model == model && item.version < newest && !is_retained(*item));
     let old: BTreeSet<Item> = old.collect();
+    // The first of the sorted items is the oldest version.
     old.into_iter().skip(1).collect()
 }
 
@@ -240,6 +248,7 @@ pub(crate) fn replaced(
 pub(crate) struct BlockStore {
     /// The versions of a relay, until they are removed.
     held: Mutex<StoreState>,
+    // For new versions, blocks and deltas alike. The waits are few, and each looks for its own.
     changed: Condvar,
     /// Finds a sender's whole versions.
     find: Option<Find>,
@@ -257,6 +266,7 @@ pub(crate) type Find = Box<dyn Fn(Item) -> Option<Snapshot> + Send + Sync>;
 struct StoreState {
     held: BTreeMap<Item, Arc<HeldVersion>>,
     /// The versions that are being served, so that their checksums are computed once.
+    // Weak, so that a version that nobody fetches any more keeps no slot.
     served: HashMap<Item, Weak<HeldVersion>>,
     refused: Vec<(Item, Instant)>,
     /// For each model, a version whose transfer broke off, and since when it is kept for the child
@@ -321,6 +331,7 @@ impl BlockStore {
         if self.deltas.is_spoiled(item) {
             return None;
         }
+        // Under the lock, so that two children of one version share what is computed for it.
         let held = Arc::new(HeldVersion::whole(self.find.as_ref()?(item)?));
         state.served.retain(|_, held| held.strong_count() > 0);
         state.served.insert(item, Arc::downgrade(&held));
@@ -360,6 +371,7 @@ impl BlockStore {
             .filter_map(|(item, held)| Some((*item, held.upgrade()?)))
             .collect();
         // A version that is kept only for a child that may come back.
+        // Of the two owners one is `broken_off`, and the other is `all`.
         let is_left = |item: &Item| waits == Some(*item) && Arc::strong_count(&all[item]) == 2;
         let is_kept = |item| find(item).is_some();
         let served = all.keys().copied().filter(|item| !is_left(item));
@@ -370,6 +382,7 @@ impl BlockStore {
         let over = |(item, _, since): &mut (Item, Arc<HeldVersion>, Instant)| {
             is_late(*since) || replaced.contains(item) || is_left(item) && is_served
         };
+        // Replaced, too late, or not the one old version that is kept anyway.
         if let Entry::Occupied(mut waits) = state.broken_off.entry(model)
             && over(waits.get_mut())
         {
@@ -404,6 +417,7 @@ impl BlockStore {
 
     /// Stops serving a version that differs from the published one.
     pub(crate) fn spoil(&self, item: Item) {
+        // Before the version is taken out: `get` must not find it once more.
         self.deltas.spoil(item);
         let mut state = self.state();
         state.broken_off.remove(&item.model);
@@ -453,6 +467,8 @@ impl BlockStore {
     pub(crate) fn wait_until(&self, condition: impl Fn() -> bool, patience: Duration) {
         #[cfg(test)]
         self.waits.fetch_add(1, Ordering::Release);
+        // Checked under the lock that `notify` takes, so no change is missed between the check and
+        // the wait.
         let waits = |state: &mut StoreState| !state.closed && !condition();
         let waited = self
             .changed
@@ -477,6 +493,7 @@ impl BlockStore {
         index: usize,
         pause: Duration,
     ) -> BlockState<'a> {
+        // Most blocks are here, and need no lock.
         if let known @ (BlockState::Ready(..) | BlockState::Gone) = held.state(index) {
             return known;
         }
@@ -484,6 +501,7 @@ impl BlockStore {
         if state.closed {
             return BlockState::Gone;
         }
+        // The block may have arrived before the lock was taken.
         if let known @ (BlockState::Ready(..) | BlockState::Gone) = held.state(index) {
             return known;
         }

@@ -99,6 +99,7 @@ impl Gauge {
 
     fn count(&mut self, now: Instant) {
         let before = self.counted.replace(now);
+        // Between two blocks the parent may have had nothing to send. That time is not the link's.
         if self.arriving > 0
             && let Some(before) = before
         {
@@ -110,6 +111,7 @@ impl Gauge {
 impl Transferred {
     /// The share of the time since `before` that this many of the bytes took.
     pub(crate) fn share(self, before: Self, bytes: u64) -> Self {
+        // Both values only grow, and `before` is the earlier one.
         let all = self.bytes - before.bytes;
         let busy = self.busy - before.busy;
         let share = match all {

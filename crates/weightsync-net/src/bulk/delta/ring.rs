@@ -59,7 +59,9 @@ impl DeltaRing {
         let mut models = self.models();
         let of = models.entry(item.model).or_default();
         for delta in &of.deltas {
+            // A thread that makes it ends at its next span.
             delta.stop();
+            // It was made from the wrong bytes, or from a version that was.
             if delta.version > item.version {
                 delta.spoil();
             }
@@ -169,12 +171,15 @@ impl DeltaRing {
         let mut at = item.version;
         let mut held = 0;
         while at > base {
+            // Backwards from the wanted version, each time by the longest step that does not pass
+            // the base.
             let before = of
                 .steps()
                 .filter(|delta| delta.version == at && delta.base >= base);
             let step = before.min_by_key(|delta| delta.base)?;
             parts.push(step.clone());
             held += step.held();
+            // After each step: a search that cannot pay ends early.
             if step.is_given_up() || !pays_to_fold((parts.len(), held), step.whole, rate) {
                 return None;
             }
@@ -201,6 +206,7 @@ impl DeltaRing {
     pub(crate) fn pays(&self, model: usize) -> bool {
         let models = self.models();
         let newest = models.get(&model).and_then(|of| of.steps().next_back());
+        // Dense spans count in full, so a delta that is mostly dense does not pay.
         newest.is_some_and(|delta| !delta.is_given_up() && delta.bytes() < delta.whole / RING)
     }
 

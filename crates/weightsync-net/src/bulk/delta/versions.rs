@@ -60,6 +60,8 @@ impl VersionPair<'_> {
             if least.is_none_or(|(_, least)| cost < least) {
                 least = Some((codec, cost));
             }
+            // The codecs come in the order of their cost. A link that does not wait for this one
+            // gains nothing by the next.
             if is_stopped() || !sample.waits_for_link(rate) {
                 break;
             }

@@ -70,6 +70,8 @@ impl FetchTask {
         if !self.is_of_this(head, base) || !requested.arrive(blocks.clone()) {
             return Err(wrong());
         }
+        // Another fetch has taken a part of the span. The delta still has to be read off the
+        // connection.
         let Some(mut span) = self.slot.take_all(blocks) else {
             return skip(socket, head.bytes);
         };
@@ -191,6 +193,7 @@ fn earlier_delta<'a>(
     coded: &Coded,
 ) -> Option<&'a Coded> {
     let earlier = base.earlier.as_ref()?;
+    // The slot has that version's bytes only as long as nothing was written into the span.
     if span.base() != Some(earlier.base()) {
         return None;
     }

@@ -40,6 +40,7 @@ impl<'a> Requested<'a> {
 
 /// Whether ascending ranges contain an index.
 fn has(ranges: &[BlockRange], index: usize) -> bool {
+    // A range has at least one block, so the subtraction cannot wrap.
     let last = |range: &BlockRange| (range.first + (range.count - 1)) as usize;
     let at = ranges.partition_point(|range| last(range) < index);
     ranges

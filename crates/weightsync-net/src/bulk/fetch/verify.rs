@@ -39,6 +39,7 @@ impl FetchTask {
             let mut failures = 0;
             while !own.is_over() {
                 let read = own.read_digests(sender);
+                // This connection is over. The next attempt notes one of its own.
                 *own.digests() = None;
                 match read {
                     Ok(()) => return,
@@ -61,6 +62,7 @@ impl FetchTask {
         if let Some(socket) = self.digests().take() {
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
+        // The thread may be in the pause between two attempts.
         self.store.notify();
     }
 
@@ -107,6 +109,8 @@ impl FetchTask {
                 ToChild::Digests { digests } => {
                     let (digests, _) = digests.as_chunks::<DIGEST_BYTES>();
                     for digest in digests {
+                        // An earlier attempt may have noted the digests before the connection
+                        // broke.
                         if !self.held.note_digest(next, *digest) {
                             return Err(invalid(Misbehaved::Contradicts { index: next }));
                         }
@@ -134,9 +138,11 @@ impl FetchTask {
             let known = || self.held.digest(index).is_some();
             let over = || self.is_stopped() || self.digests_gone.load(Ordering::Acquire);
             if !known() {
+                // Nothing is read from the parent meanwhile, so it may give the connection up.
                 requested.digest_was_late = true;
                 self.store.wait_until(|| known() || over(), PATIENCE);
             }
+            // Also after a stop, or once the sender has no such version. `end` tells these apart.
             let Some(expected) = self.held.digest(index) else {
                 return Err(invalid(Misbehaved::Untold { index }));
             };

@@ -40,7 +40,9 @@ impl Serving {
         let Some(held) = self.store.get(item) else {
             return send_gone(socket, "it is no longer kept");
         };
+        // A revocation then ends a write to a child that does not read.
         let Some(_registered) = held.register(socket.socket())? else {
+            // A version that is held keeps a slot, and the child may read slowly.
             drop(held);
             return send_gone(socket, REPLACED);
         };

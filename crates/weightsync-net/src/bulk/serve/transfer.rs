@@ -79,6 +79,7 @@ impl Transfer {
             send_gone(socket, reason)?;
             return Ok(true);
         }
+        // Once for a whole fetch, however many turns it takes: one `Unwanted` answers it.
         if self.since.is_none() {
             self.since = Some(Instant::now());
             (self.serving.notify)(ServeEvent::Wanted { item });
@@ -88,7 +89,9 @@ impl Transfer {
         self.serving.note_rate(agent, bytes, begun.elapsed());
         // Between two turns the version stays held, so that the fetch can go on.
         if !matches!(end, Ok(TurnEnd::Turn)) {
+            // When the transfer is dropped, it then reports nothing more.
             self.since = None;
+            // The connection broke. The child may come back for the rest.
             if let Some(held) = self.held.take().filter(|_| end.is_err()) {
                 self.serving.store.broke_off(item, held);
             }
@@ -135,8 +138,10 @@ impl Transfer {
             if begun.elapsed() >= TURN && serving.others_wait() {
                 return Ok(TurnEnd::Turn);
             }
+            // The rest of a delta that takes too much memory goes as blocks.
             delta = delta.filter(|delta| !deltas.is_too_much(item.model, delta));
             let span = span_of(left, held.blocks());
+            // A delta stands for a whole span, so the blocks of a part of one go as they are.
             let whole = delta.as_ref().filter(|_| !span.is_empty());
             let coded = match whole {
                 Some(delta) => self.send_delta(socket, &held, (delta, span), &mut scratch)?,
@@ -177,6 +182,7 @@ impl Transfer {
             let first = range.first as usize;
             first..first + range.count as usize
         });
+        // Blocks go out in the order of the request, so a number tells which are left.
         Some(indices.skip(self.done).collect())
     }
 
@@ -257,6 +263,7 @@ impl Transfer {
     fn write(&self, socket: &mut Stream, head: &[u8], bytes: &[u8]) -> io::Result<()> {
         let begun = Instant::now();
         let blocks = bytes.len().div_ceil(BLOCK as usize).max(1) as u32;
+        // While no other fetch waits, a slow child is in nobody's way.
         let is_late = || begun.elapsed() >= ON_ITS_WAY * blocks && self.serving.others_wait();
         write_both(socket, head, bytes, is_late)
     }
@@ -269,6 +276,7 @@ impl Transfer {
     ) -> io::Result<Result<Arc<HeldVersion>, TurnEnd>> {
         let (item, serving) = (self.item(), self.serving.clone());
         let store = &serving.store;
+        // From the first turn on, so that the wait does not begin again with each turn.
         let since = self.since.unwrap_or(begun);
         loop {
             if let Some(held) = store.get(item) {
@@ -279,6 +287,7 @@ impl Transfer {
                 send_gone(socket, "it is no longer kept")?;
                 return Ok(Err(TurnEnd::Over));
             }
+            // A version that is not here yet must not keep a turn.
             if begun.elapsed() >= TURN && serving.others_wait() {
                 return Ok(Err(TurnEnd::Turn));
             }
@@ -294,6 +303,7 @@ impl Transfer {
 
     /// Ends once the version is no longer served.
     pub(super) async fn revoked(&self) {
+        // The store wakes threads only, so this task looks from time to time.
         while !self.is_revoked() {
             tokio::time::sleep(IDLE).await;
         }
