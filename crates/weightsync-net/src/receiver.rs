@@ -132,11 +132,13 @@ impl NetReceiver {
                 // Called without the lock, because this may run the user's code.
                 let pause = interrupt::at_most(left)?;
                 let state = shared.state();
+                // Looked at again, because the lock was free for a moment.
                 if (state.found.is_none() || state.moving) && state.ended.is_none() {
                     shared.wait(state, pause);
                 }
                 continue;
             };
+            // A call may wait for long, and the other threads need the state.
             drop(state);
             let result = call(&mut found.attached);
             let gone = matches!(&result, Err(Error::Memory(error)) if error.is_relay_gone());
@@ -145,6 +147,8 @@ impl NetReceiver {
             let mut state = shared.state();
             state.has_version |= matches!(result, Ok(Some(_)));
             let interrupted = matches!(result, Err(Error::Interrupted));
+            // `drop` keeps the agent of an unfinished worker for the next `connect`, but not that
+            // of a useless one.
             state.is_useless |= result.is_err() && !interrupted && !gone;
             if lost {
                 SharedReceiver::look_again(shared, &mut state, found);
@@ -199,6 +203,7 @@ impl SharedReceiver {
         {
             interrupter.interrupt();
         }
+        // Weak, because the segment's watching thread must not keep this receiver alive.
         let watched = found.is_a_relays().then(|| Arc::downgrade(shared));
         let relay = found.name.clone();
         let end = found.attached.end();
@@ -207,6 +212,8 @@ impl SharedReceiver {
             Self::look_out(shared, &mut state);
         }
         state.found = Some(found);
+        // Before `then`: if the segment has ended already, it runs `notice` at once, which takes
+        // the lock.
         drop(state);
         shared.changed.notify_all();
         if let Some(weak) = watched {
@@ -401,11 +408,13 @@ impl Drop for NetReceiver {
         let shared = &self.shared;
         let (found, threads) = {
             let mut state = shared.state();
+            // Under the lock: a thread that looks at `closed` either sees this, or is woken below.
             shared.closed.store(true, Ordering::SeqCst);
             let threads = [state.search.take(), state.looks.take()];
             (state.found.take(), threads)
         };
         shared.changed.notify_all();
+        // Without the lock, which these threads take.
         for thread in threads.into_iter().flatten() {
             if shared.route.is_forked() {
                 // In a forked child the thread does not exist: it belongs to the parent.
@@ -415,6 +424,7 @@ impl Drop for NetReceiver {
                 let _ = thread.join();
             }
         }
+        // A thread may have brought a segment after the first look.
         let (late, is_unfinished) = {
             let mut state = shared.state();
             let is_unfinished = !state.has_version && !state.is_useless;

@@ -61,6 +61,7 @@ impl ConnectionLimits {
     #[must_use]
     pub fn of(all: usize) -> Self {
         Self {
+            // Strangers get half at the most, so that known clients find room.
             unproved: Self::STRANGERS.unproved.min(all / 2),
             unproved_of_one: Self::STRANGERS.unproved_of_one,
             all,
@@ -172,6 +173,7 @@ impl<T> Admitted<T> {
     ) -> Result<(u64, Option<T>), Full> {
         let closes = self.closes(from, doing, room)?;
         let closed = closes.and_then(|number| self.remove(number));
+        // The time of its entry is also its number: no other event has it.
         let since = self.now();
         self.count_in(since, from, doing, since);
         let one = One {
@@ -259,6 +261,8 @@ impl<T> Admitted<T> {
         room: &ConnectionLimits,
     ) -> Result<Option<u64>, Full> {
         let is_stranger = doing == Doing::Unproved;
+        // An address with too many pays with one of its own connections, so it cannot push others
+        // out.
         if let Some(of_it) = self.of_each.get(&from) {
             let number_of = |doing| of_it.oldest(doing).map(|(_, number)| number);
             if is_stranger && of_it.that_are(Doing::Unproved).len() >= room.unproved_of_one {
@@ -269,6 +273,7 @@ impl<T> Admitted<T> {
                 return closes.map(Some).ok_or(Full::OfOne);
             }
         }
+        // Then the address with the most strangers pays.
         if is_stranger && self.unproved >= room.unproved {
             let unproved = |of_one: &OfOne| of_one.that_are(Doing::Unproved).len();
             if let Some(oldest) = self.oldest(Doing::Unproved, unproved) {
@@ -278,6 +283,8 @@ impl<T> Admitted<T> {
         if self.all.len() < room.all {
             return Ok(None);
         }
+        // An idle client can connect again at no loss. A stranger may be in the middle of its
+        // handshake.
         let idle = self.oldest(Doing::Idle, OfOne::count);
         let closes = idle.or_else(|| self.oldest(Doing::Unproved, OfOne::count));
         closes.map(Some).ok_or(Full::All)
@@ -288,6 +295,7 @@ impl<T> Admitted<T> {
     fn oldest(&self, doing: Doing, count: impl Fn(&OfOne) -> usize) -> Option<u64> {
         let oldest_of_each = self.of_each.values().filter_map(|of_one| {
             let (since, number) = of_one.oldest(doing)?;
+            // The address with the most connections first, and of equal ones the oldest.
             Some((Reverse(count(of_one)), since, number))
         });
         oldest_of_each.min().map(|(.., number)| number)

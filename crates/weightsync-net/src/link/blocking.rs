@@ -70,6 +70,7 @@ pub(crate) fn prove(
         match step.next {
             Next::Read(more) => wanted = more,
             Next::Done(_) => {
+                // The handshake left a shorter timeout.
                 socket.socket().set_read_timeout(timeout)?;
                 return Ok(socket);
             }

@@ -31,6 +31,7 @@ pub(crate) async fn accept_all(
     let log_limiter = Arc::new(Mutex::new(LogLimiter::default()));
     let take = Arc::new(take);
     let mut tasks = JoinSet::new();
+    // A listener may have no new link for weeks, and warns of its certificate all the same.
     if let Some(tls) = &credentials.tls {
         tasks.spawn(tls.clone().watch());
     }
@@ -38,6 +39,7 @@ pub(crate) async fn accept_all(
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
+            // Tasks that have ended leave the set, which would grow with every connection.
             Some(_) = tasks.join_next(), if !tasks.is_empty() => continue,
         };
         let (socket, from) = match accepted {
@@ -58,6 +60,7 @@ pub(crate) async fn accept_all(
         }
         let (credentials, busy, take) = (credentials.clone(), busy(), take.clone());
         let (answers, noted) = (answers.clone(), log_limiter.clone());
+        // In a task of its own, so that a slow handshake holds up no other one.
         let stranger = tasks.spawn(async move {
             let answers = || locked(&answers).gives(from.ip(), Instant::now());
             match greet((socket, from), &credentials, busy, answers).await {
@@ -71,6 +74,7 @@ pub(crate) async fn accept_all(
                 }),
             }
         });
+        // Those that proved themselves or failed make room first.
         strangers.retain(|stranger| !stranger.is_finished());
         let entered = strangers.enter(
             from.ip(),

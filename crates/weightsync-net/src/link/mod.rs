@@ -161,6 +161,7 @@ impl<Out: ControlMessage> Link<Out> {
         // Both halves have the connection for themselves.
         let host = socket.socket().as_fd().try_clone_to_owned().ok();
         let (reader, writer) = tokio::io::split(socket);
+        // Bounded, so that `send` never waits: a full queue ends the link.
         let (sender, receiver) = mpsc::channel(QUEUE);
         let (sink, make) = (events.clone(), event.clone());
         let sign = Arc::new(AtomicBool::new(false));
@@ -174,6 +175,8 @@ impl<Out: ControlMessage> Link<Out> {
         let full = Arc::new(Notify::new());
         let overrun = full.clone();
         let write = tokio::spawn(async move {
+            // A peer that reads slowly keeps the writer busy, so the overrun has to end it from
+            // outside.
             let written = tokio::select! {
                 written = write_all::<Out>(writer, receiver) => written,
                 () = overrun.notified() => Err(LinkEnd::Behind),
@@ -221,6 +224,7 @@ impl<Out: ControlMessage> Link<Out> {
     /// Sends everything queued so far, then hangs up; waits for that, but not long.
     pub(crate) async fn finish(mut self) {
         let _ = self.sender.try_send(Outgoing::End);
+        // The writer ends with the last message. The reader is aborted when this is dropped.
         let [_, write] = &mut self.tasks;
         let _ = timeout(HEARTBEAT, write).await;
     }
@@ -270,6 +274,7 @@ async fn read_all<In: ControlMessage, E>(
     // A sign is expected, and all that came before has been read.
     let (mut expects, mut is_drained) = (false, false);
     loop {
+        // A limit of zero takes only what has arrived already.
         let most = match expects && !is_drained {
             true => Duration::ZERO,
             false => SUSPECT,
@@ -282,6 +287,8 @@ async fn read_all<In: ControlMessage, E>(
             Err(_) => {
                 // This end's own standstill is not silence of the other, hence no clock.
                 silent += SUSPECT;
+                // The system of the other host answers also for a process that is stopped or
+                // starved.
                 let answers = host.as_ref().and_then(weightsync_mem::host_answers);
                 if silent < STARVED && answers.is_some_and(is_there) {
                     continue;
@@ -307,9 +314,11 @@ async fn read_all<In: ControlMessage, E>(
                 Err(error) => return Some(LinkEnd::Frame(error)),
             };
             match In::decode(frame.payload) {
+                // It has done its work by arriving: the silence is over.
                 Ok(message) if message.is_ping() => {}
                 Ok(message) => {
                     // The receiver of the events has gone.
+                    // The send waits for room, so a peer that sends too much is no longer read.
                     events.send(event(Ok(message))).await.ok()?;
                 }
                 Err(error) => return Some(LinkEnd::Message(error)),
@@ -331,6 +340,7 @@ async fn write_all<Out: ControlMessage>(
     mut writer: WriteHalf<AsyncStream>,
     mut receiver: mpsc::Receiver<Outgoing>,
 ) -> Result<(), LinkEnd> {
+    // Encoded once: an idle link sends five of them each second.
     let ping = frames(&[Out::ping()]).map_err(LinkEnd::Message)?;
     loop {
         let frames = match timeout(HEARTBEAT, receiver.recv()).await {
@@ -343,6 +353,7 @@ async fn write_all<Out: ControlMessage>(
         };
         let mut rest = &frames[..];
         while !rest.is_empty() {
+            // For each write, so a slow peer that still reads is not stuck.
             match timeout(STUCK, writer.write(rest)).await {
                 Err(_) => return Err(LinkEnd::Stuck),
                 Ok(Err(error)) => return Err(LinkEnd::Failed(error)),
@@ -362,6 +373,7 @@ pub(crate) async fn dial(
 ) -> Result<AsyncStream, DialError> {
     let connected = timeout(HANDSHAKE, TcpStream::connect(address)).await;
     let socket = connected.map_err(|_| DialError::Silent)??;
+    // Messages are small. None of them may wait for the acknowledgement of the one before.
     socket.set_nodelay(true)?;
     let secured = timeout(
         HANDSHAKE,
@@ -375,6 +387,7 @@ pub(crate) async fn dial(
         socket.write_all(&hello).await?;
         let mut wanted = HELLO_BYTES;
         loop {
+            // Exactly what the handshake needs next. What follows it belongs to the frames.
             let mut bytes = vec![0; wanted];
             if let Err(error) = socket.read_exact(&mut bytes).await {
                 return Err(match error.kind() {
@@ -449,11 +462,13 @@ pub(crate) async fn greet(
     busy: bool,
     answers: impl Fn() -> bool,
 ) -> Result<(AsyncStream, Agreed), GreetError> {
+    // One deadline for all steps: a stranger gains nothing by going slowly.
     let until = tokio::time::Instant::now() + HANDSHAKE;
     let tls = credentials.tls.as_ref();
     let secured = AsyncStream::accept(socket, tls, from, ClientAuth::Certificate);
     let secured = timeout_at(until, secured).await;
     let (mut socket, is_plain) = secured.map_err(|_| GreetError::Slow)??;
+    // A plain client is told to encrypt even if there is no room: it would come back plain.
     let turns_away = match (is_plain, busy) {
         (true, _) => Some(TurnsAway::Plain),
         (false, true) => Some(TurnsAway::Busy),

@@ -51,12 +51,14 @@ impl Credentials {
         loop {
             let state = session.shake(&mut incoming);
             let outgoing = std::mem::take(session.outgoing());
+            // Before the error is looked at: an alert tells the peer why.
             (&socket).write_all(&outgoing).map_err(ended)?;
             match state.map_err(session::failed)? {
                 Handshake::Done => return Ok(Stream::encrypted(socket, session, incoming)),
                 Handshake::Reads => {
                     let left = until.saturating_duration_since(Instant::now());
                     if left.is_zero() {
+                        // A socket refuses a timeout of zero.
                         return Err(io::ErrorKind::TimedOut.into());
                     }
                     socket.set_read_timeout(Some(left))?;
@@ -108,6 +110,7 @@ impl AsyncStream {
         asks: ClientAuth,
     ) -> io::Result<(Self, bool)> {
         let mut first = [0];
+        // Looked at and left there, because either handshake begins with this byte.
         let is_tls = socket.peek(&mut first).await? == 1 && first[0] == TLS_BEGINS;
         let Some(tls) = tls else {
             if is_tls {
@@ -147,6 +150,7 @@ async fn shaken(
         let state;
         (state, session, incoming) = computed.await.map_err(io::Error::other)?;
         let outgoing = std::mem::take(session.outgoing());
+        // Before the error is looked at, as in `dialled_blocking`.
         socket.write_all(&outgoing).await.map_err(ended)?;
         match state.map_err(session::failed)? {
             Handshake::Done => return Ok((session, incoming)),

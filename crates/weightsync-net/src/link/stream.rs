@@ -67,6 +67,7 @@ impl Stream {
     /// Ends the connection. To end the writing side tells the peer that nothing is missing.
     pub(crate) fn shutdown(&self, how: Shutdown) -> io::Result<()> {
         if let (Some(tls), Shutdown::Write) = (&self.tls, how) {
+            // First this lock, so that the end follows whatever other threads are sending.
             let mut sending = locked(&tls.sending);
             locked(&tls.session).close();
             let sent = tls.send(&self.socket, &mut sending);
@@ -102,6 +103,7 @@ impl TlsStream {
             // An earlier call failed midway: what comes now would not be understood.
             return Err(io::ErrorKind::BrokenPipe.into());
         }
+        // Taken out of the session, whose lock must not be held while the socket blocks.
         std::mem::swap(sending, locked(&self.session).outgoing());
         socket.write_all(sending)?;
         sending.clear();
@@ -130,6 +132,7 @@ impl Read for &Stream {
             if let Some(count) = read.map_err(session::broken)? {
                 return Ok(count);
             }
+            // Without the session's lock, so that another thread can write meanwhile.
             match (&self.socket).read(incoming.room(AT_ONCE)) {
                 // As of a plain one: frames say where they end.
                 Ok(0) => return Ok(0),
@@ -149,6 +152,7 @@ impl Write for &Stream {
         let Some(tls) = &self.tls else {
             return (&self.socket).write_vectored(slices);
         };
+        // Held until all is sent, so that bytes leave in the order in which they were encrypted.
         let mut sending = locked(&tls.sending);
         let mut session = locked(&tls.session);
         let mut room = WRITTEN;
@@ -260,6 +264,7 @@ impl AsyncStream {
             if tls.accepted != 0 {
                 return Err(io::ErrorKind::BrokenPipe.into());
             }
+            // These bytes went out already.
             tls.session.outgoing().drain(..tls.sent);
             tls.incoming.shrink();
         }
@@ -325,6 +330,7 @@ impl AsyncRead for AsyncStream {
             let read = tls
                 .session
                 .read(buffer.initialize_unfilled(), &mut tls.incoming);
+            // Before the error is looked at: an alert tells the peer what was wrong.
             tls.try_send(socket)?;
             if let Some(count) = read.map_err(session::broken)? {
                 buffer.advance(count);
@@ -352,6 +358,8 @@ impl AsyncWrite for AsyncStream {
         let Some(tls) = tls else {
             return Pin::new(socket).poll_write(context, bytes);
         };
+        // A call that was pending has encrypted its bytes already. To do so again would send them
+        // twice.
         if tls.accepted == 0 {
             let now = &bytes[..bytes.len().min(OF_MESSAGES)];
             tls.session.write(now)?;

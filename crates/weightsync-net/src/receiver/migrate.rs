@@ -124,6 +124,7 @@ impl SharedReceiver {
             match moved {
                 None => return,
                 Some(true) if shared.has_looked() => return,
+                // That relay has gone already, and the worker is its own agent again.
                 Some(true) => (pause, since) = (FIRST, Instant::now()),
                 Some(false) => {}
             }
@@ -138,6 +139,7 @@ impl SharedReceiver {
     ) -> Option<bool> {
         let old = shared.take_between_calls()?;
         let handoff = old.attached.handoff();
+        // The old segment stays attached until the worker is in the next one.
         let (next, left) = match find(&old, &handoff) {
             Ok(Some(mut next)) if next.attached.run() == shared.run => {
                 if let Err(error) = next.attached.take_over(handoff) {
@@ -175,7 +177,9 @@ impl SharedReceiver {
     /// Takes the segment once no call uses it; `None` if the worker leaves.
     fn take_between_calls(&self) -> Option<FoundSegment> {
         let mut state = self.state();
+        // From here on no call takes the segment.
         state.moving = true;
+        // A call that waits in it returns, and goes on waiting in the next one.
         if let Some(interrupter) = &state.interrupter {
             interrupter.interrupt();
         }

@@ -130,6 +130,7 @@ impl Route {
         let mut looks = 0;
         let mut last = None;
         loop {
+            // The user's program may want to end the wait, in Python because of a signal.
             let goes_on = || interrupt::at_most(None).is_ok();
             let is_cut = deadline.is_some_and(|at| at < Instant::now() + ATTEMPT);
             let reason = match self.look(handoff, deadline, goes_on)? {
@@ -234,6 +235,7 @@ impl Route {
 
     /// The agent that was kept, if it can still be used.
     fn kept(&self) -> Option<Agent> {
+        // Taken out in any case: an agent that is of no use ends here.
         let kept = self.scheme.unfinished().remove(&self.key());
         kept.filter(|agent| agent.is_there() && agent.run.epoch >= self.joining.seen)
     }
@@ -319,6 +321,7 @@ impl Route {
                     Err(error) => return Err(error),
                 }
             }
+            // A trainer on this host is worth any wait, and a relay a short one.
             let is_trainer = silent.iter().any(|(owner, _)| *owner == NameOwner::Sender);
             let is_over = until.is_some_and(|at| Instant::now() >= at) || !goes_on();
             if is_over && is_trainer {
@@ -414,6 +417,7 @@ impl Route {
         patience: Patience,
         goes_on: impl FnMut() -> bool,
     ) -> Result<std::result::Result<Agent, (Unreached, Option<String>)>> {
+        // A name of its own: several workers of one process must not meet at one agent.
         let [high, low] = [random()?, random()?];
         let address = || self.at.address().to_owned();
         let access = self.scheme.access_to_dial()?;
