@@ -74,9 +74,12 @@ impl Incoming {
         match message {
             ToTrainer::Ping => Ok(None),
             ToTrainer::Join { .. } => Err(PartError::JoinedTwice),
+            // Pieces of that part are missing, and nothing else may come before them.
             _ if self.under_way.is_some() => Err(PartError::Broken),
             ToTrainer::Say { json } => Ok(Some(NoticeKind::Said { json })),
             ToTrainer::Part { part, bytes } => {
+                // The next order alone may be answered, with exactly its bytes. So a worker cannot
+                // choose where its bytes go.
                 let ordered = orders.front().map(|wanted| (wanted.part, wanted.bytes));
                 let Some(wanted) =
                     orders.pop_front_if(|one| (one.part, one.bytes) == (part, bytes))
@@ -91,6 +94,7 @@ impl Incoming {
                     missing: bytes,
                     at: (0, 0, 0),
                 });
+                // A part without bytes is whole at once.
                 Ok(self.whole())
             }
         }
@@ -105,10 +109,12 @@ impl Incoming {
         let Some(part) = &mut self.under_way else {
             return Err(too_much);
         };
+        // Before anything is written.
         match part.missing.checked_sub(bytes.len() as u64) {
             Some(rest) => part.missing = rest,
             None => return Err(too_much),
         }
+        // Goes on where the last piece ended, which may be within a row.
         while let Some(rows) = part.wanted.rows.get(part.at.0) {
             let (column, row, done) = &mut part.at;
             if *row == rows.count {

@@ -78,6 +78,7 @@ pub(crate) enum LinkError {
 
 impl From<io::Error> for LinkError {
     fn from(error: io::Error) -> Self {
+        // A reason that `WatchedStream` found comes through the reader as an error of the system.
         match error.downcast::<Self>() {
             Ok(gone) => gone,
             Err(error) => match error.kind() {
@@ -143,6 +144,7 @@ impl FrameReader {
         let mut head = [0; HEADER_BYTES];
         self.socket.read_exact(&mut head)?;
         let header = FrameHeader::decode(&head, KINDS)?;
+        // It grows to the largest frame so far. The header's decoder has bounded the length.
         if self.payload.len() < header.len {
             self.payload.resize(header.len, 0);
         }
@@ -156,6 +158,7 @@ impl FrameReader {
 fn write_frame(mut socket: &Stream, kind: FrameKind, payload: &[u8]) -> io::Result<()> {
     let head = header(kind, payload);
     let mut sent = 0;
+    // Head and payload in one call, so that the head does not go out in a packet of its own.
     while sent < HEADER_BYTES {
         let both = [IoSlice::new(&head[sent..]), IoSlice::new(payload)];
         match socket.write_vectored(&both) {

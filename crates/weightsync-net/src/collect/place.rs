@@ -220,6 +220,7 @@ impl Seat {
             self.changed.notify_all();
             return;
         }
+        // To drop an order would leave the worker waiting, so the link ends.
         state.overrun = true;
         match &state.stage {
             Stage::Open => {
@@ -227,6 +228,7 @@ impl Seat {
                 let reason = OVERRUN.into();
                 self.note(&mut state, NoticeKind::Gone { reason });
             }
+            // The threads of the link find it closed, and end the stage.
             Stage::Taken(socket) => drop(socket.shutdown(Shutdown::Both)),
             Stage::Gone => {}
         }
@@ -285,6 +287,7 @@ impl Seat {
         if is_said(&what) && said.count() >= MOST_HEARD {
             return false;
         }
+        // The pipe holds one byte at the most, so this write never waits.
         if state.heard.is_empty() {
             let _ = (&self.rings).write(&[1]);
         }
@@ -296,6 +299,7 @@ impl Seat {
 
     /// Sends what the trainer has to say, and signs of life, until the link ends.
     pub(super) fn write(&self, socket: &Stream) -> Result<(), LinkError> {
+        // Taken out: they may be large, and are sent once.
         let settings = std::mem::take(&mut self.lock().settings);
         let (worker, bytes) = (self.worker, settings.len() as u64);
         write_message(socket, &ToWorker::Welcome { worker, bytes })?;
@@ -309,9 +313,11 @@ impl Seat {
                 state = waited.unwrap_or_else(PoisonError::into_inner).0;
                 message = state.orders.pop_front();
             }
+            // An order that was taken is lost then, with all others.
             if !matches!(state.stage, Stage::Taken(_)) {
                 return Ok(());
             }
+            // The write may wait for a slow worker. The trainer must not wait with it.
             drop(state);
             let message = message.unwrap_or(ToWorker::Ping);
             write_message(socket, &message)?;
@@ -366,6 +372,7 @@ impl Drop for WorkerLink<'_> {
         let mut state = self.seat.lock();
         state.end();
         let why = match &self.ended {
+            // The overrun shut the connection down, so the error of the read says nothing new.
             _ if state.overrun => OVERRUN.into(),
             Some(gone) => gone.to_string(),
             None => "its thread has panicked".into(),

@@ -137,6 +137,7 @@ impl CollectorPort {
     /// That of the system, if it has no descriptor left.
     pub fn open(&self, worker: u32, ticket: Option<u64>, settings: Vec<u8>) -> Result<WorkerSeat> {
         let place = WorkerSeat::new(worker, ticket, settings)?;
+        // Out of the lock, because `cut` waits for a thread.
         let before = self.places.lock().get(&worker).cloned();
         if let Some(before) = before {
             before.cut();
@@ -195,6 +196,7 @@ impl WorkerSeats {
         let Ok((number, idle)) = entered else {
             return Err(io::Error::other("there are too many connections"));
         };
+        // It leaves the count when the thread ends, and also if none can start.
         let counted = Counted(self, number);
         if let Some(idle) = idle {
             // Its thread finds it closed.
@@ -221,6 +223,7 @@ impl WorkerSeats {
         let seat = match self.admit(worker, ticket, socket.socket(), from)? {
             Ok(seat) => seat,
             Err(answer) => {
+                // While this one reads its answer, it may be closed for another.
                 self.connections().is_now(number, Doing::Idle);
                 match &answer {
                     ToWorker::End { reason } => {
@@ -249,6 +252,8 @@ impl WorkerSeats {
             }
         };
         std::thread::scope(|scope| {
+            // Dropped before the scope joins the writing thread: it ends the stage, which ends that
+            // thread.
             let mut link = WorkerLink {
                 seat: &seat,
                 socket,
@@ -279,6 +284,7 @@ impl WorkerSeats {
         socket: &TcpStream,
         from: SocketAddr,
     ) -> io::Result<Result<Arc<Seat>, ToWorker>> {
+        // Held throughout, so that two workers cannot take one place.
         let places = self.lock();
         let mut answer = self.refusal(places.len(), worker, ticket);
         for (number, seat) in places.iter() {

@@ -147,15 +147,18 @@ impl CollectorLink {
                 tracing::warn!("{address} does not let this worker in yet: {why}");
                 waiting = why;
             }
+            // The trainer need not keep this connection during the pause.
             drop((link, frames));
             std::thread::sleep(AGAIN);
         };
         frames.wait_for(SILENT);
         let settings = read_settings(&mut frames, bytes).map_err(|gone| ended(joining, gone))?;
         let shared = link.shared.clone();
+        // Before the thread starts: from here on `leave` waits for its end.
         shared.lock().listens = true;
         link.spawn(move || {
             let reason = shared.listen(&mut frames);
+            // Before `gone`, which may end this process, or wait for a thread that leaves.
             shared.lock().listens = false;
             shared.changed.notify_all();
             if let Some(reason) = reason {
@@ -187,6 +190,8 @@ impl CollectorLink {
             owner: Origin::here(),
         };
         prepare(&socket).map_err(os("preparing the link"))?;
+        // Before the request: the answer may take long, and the trainer hears from this end
+        // meanwhile.
         link.spawn(move || shared.give_signs())?;
         Ok((link, frames))
     }
@@ -230,6 +235,7 @@ impl CollectorLink {
     /// [`Error::Transport`] if the link has ended.
     pub fn send_part(&self, part: u64, columns: &[&[u8]]) -> Result<()> {
         let bytes = columns.iter().map(|column| column.len() as u64).sum();
+        // Held for the whole part: no other message may come between its pieces.
         let sends = self.shared.sends();
         let send = || -> Result<(), LinkError> {
             write_message(&sends, &ToTrainer::Part { part, bytes })?;
@@ -301,6 +307,7 @@ impl SharedLink {
     /// Ends the sending side, once a thread that sends is done, or at this time.
     fn end_sending(&self, until: Instant) {
         while Instant::now() < until {
+            // A thread that sends to a host that is gone would keep the lock until its write fails.
             match self.sends.try_lock() {
                 Err(TryLockError::WouldBlock) => std::thread::sleep(TURN),
                 Err(TryLockError::Poisoned(_)) | Ok(_) => {
