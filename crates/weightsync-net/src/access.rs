@@ -173,6 +173,7 @@ impl Token {
 /// Opens a file with a secret; its permission bits.
 pub(crate) fn open_file(path: &Path) -> io::Result<(File, u32)> {
     let file = files::open(path)?;
+    // Of the open file: the path may lead to another one by now.
     let mode = file.metadata()?.permissions().mode();
     Ok((file, mode & 0o777))
 }
@@ -313,6 +314,7 @@ impl Access {
     /// [`AccessError::Variable`].
     pub(crate) fn carrying_code(mut self, insecure_plaintext: bool) -> Result<Self, AccessError> {
         let variable = PLAINTEXT_CODE_VARIABLE;
+        // In place of the permission for weights, which does not cover code.
         self.insecure_plaintext =
             insecure_plaintext | is_set(variable, std::env::var_os(variable))?;
         self.carries_code = true;
@@ -360,6 +362,7 @@ impl Access {
         if let (None, Some(told)) = (&access.tls, told) {
             match Tls::read(told, part) {
                 Ok(tls) => access.tls = Some(tls),
+                // Links within the host need no certificate, so only `may` reports this.
                 Err(error) => access.no_tls = Some(error.to_string()),
             }
         }
@@ -408,15 +411,18 @@ impl Access {
         if addr.ip().to_canonical().is_loopback() {
             return Ok(());
         }
+        // The trainer's settings name certificates, so a plain link is not what its user wants.
         if let Some(why) = &self.no_tls {
             let why = why.clone();
             return Err(AccessError::NoCertificate { addr, why });
         }
+        // With certificates no link to another machine is plain, so none needs a permission.
         let plaintext = self.insecure_plaintext || self.tls.is_some();
         let code = self.carries_code;
         match (has_secret, plaintext) {
             (true, true) => Ok(()),
             (true, false) => Err(AccessError::Plaintext { to, addr, code }),
+            // Says what else is missing, so that the user does not fail once for each.
             (false, plaintext) => Err(AccessError::NoToken {
                 to,
                 addr,

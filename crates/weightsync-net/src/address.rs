@@ -189,6 +189,7 @@ impl PortFile {
         let mut hasher = blake3::Hasher::new();
         for model in models {
             hasher.update(model.as_str().as_bytes());
+            // Names must not run into each other: `a, bc` are other models than `ab, c`.
             hasher.update(&[0]);
         }
         let hash = hasher.finalize().to_hex();
@@ -208,6 +209,7 @@ impl PortFile {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(self.failed("reading", error)),
         }
+        // Port 0 lets the system choose, so it cannot be a port to come back to.
         let port = text.trim().parse().ok().filter(|port| *port != 0);
         let wrong = || {
             let words = format!("{text:?} is no port; remove it while no trainer runs");
@@ -226,6 +228,7 @@ impl PortFile {
         match files::create(&self.0, files::PRIVATE, |file| {
             file.write_all(text.as_bytes())
         }) {
+            // If another process was first, its port counts.
             Err(error) if error.kind() != ErrorKind::AlreadyExists => {
                 return Err(self.failed("writing", error));
             }

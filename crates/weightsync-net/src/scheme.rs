@@ -390,6 +390,7 @@ impl Distributed {
 
     fn parse(given: &BTreeMap<String, String>) -> Result<Self> {
         let scheme = settings::read(WORD, Self::SETTINGS, given)?;
+        // A worker that only asks has no queue to bound.
         if scheme.pull && scheme.queue != Queue::Newest {
             return Err(bad("pull", "not to be set with `every`", "both"));
         }
@@ -494,6 +495,7 @@ impl Scheme for Distributed {
             None => *fresh.secret(),
         };
         let mut address = self.listens()?;
+        // Workers know the address of an earlier sender, so its successor takes the same port.
         let file = match (run_dir, address.port()) {
             (Some(dir), 0) => Some(PortFile::new(dir, WORD, models)),
             _ => None,
@@ -539,7 +541,9 @@ impl Scheme for Distributed {
         };
         let remote = match kept {
             Some((_, Some(listener))) => listener,
+            // The predecessor held the address at the set-up, and may be gone by now.
             Some((listens, None)) => self.bind(listens)?,
+            // This scheme did not make the endpoint. The workers were told its port.
             None => {
                 let mut listens = self.listens()?;
                 if listens.port() == 0 {

@@ -48,6 +48,7 @@ pub(crate) fn to_json(mut status: SenderStatus) -> String {
     if whole.len() <= MAX_JSON {
         return whole;
     }
+    // Both lists are taken out, and come back as far as there is room.
     let relays = std::mem::take(&mut status.relays);
     let workers = std::mem::take(&mut status.workers);
     // Leaves room for the counts to grow by some digits.
@@ -109,6 +110,7 @@ fn ask_at<T: DeserializeOwned>(
         header.check(&payload).map_err(io::Error::other)?;
         let message::JsonReply { json } =
             message::JsonReply::decode(&payload).map_err(io::Error::other)?;
+        // Otherwise the sender is still at work, and another answer follows.
         if json != NOT_YET {
             return serde_json::from_str(&json).map_err(io::Error::other);
         }

@@ -45,6 +45,8 @@ pub(super) fn warn(file: &Path, expires: SystemTime) {
         at: now,
     };
     let mut warned = WARNED.lock().unwrap_or_else(PoisonError::into_inner);
+    // A new certificate, and the moment of expiry, are worth a line at once. So is any time that
+    // the clock was set back.
     let was_said = warned.get(file).is_some_and(|last| {
         let age = now.duration_since(last.at);
         (last.expires, last.has_expired) == (expires, new.has_expired)

@@ -77,6 +77,7 @@ pub(super) fn make_at(
     let until = begin.checked_add(Duration::days((*days).into()));
     let until = until.ok_or_else(|| failed(format!("{days} days are longer than time is")))?;
     let mut authority = CertificateParams::default();
+    // It signs ends, and no other authority.
     authority.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     authority.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     (authority.not_before, authority.not_after) = (from, until);
@@ -122,6 +123,7 @@ fn named(name: &str) -> DistinguishedName {
 
 fn write(out: &Path, files: &[(String, String, u32)]) -> Result<Vec<PathBuf>, TlsError> {
     let paths: Vec<PathBuf> = files.iter().map(|(name, ..)| out.join(name)).collect();
+    // Before anything is written, because old and new files do not fit together.
     if let Some(known) = paths.iter().find(|path| path.exists()) {
         return Err(failed(format!(
             "{} is there already: choose another folder, or remove the old certificates",
@@ -134,6 +136,7 @@ fn write(out: &Path, files: &[(String, String, u32)]) -> Result<Vec<PathBuf>, Tl
     folder.create(out).map_err(|error| at(out, error))?;
     for (path, (_, text, mode)) in paths.iter().zip(files) {
         let mut options = OpenOptions::new();
+        // A link at this place is not followed, and no file is overwritten.
         options.write(true).create_new(true).mode(*mode);
         let written = options
             .open(path)

@@ -238,6 +238,7 @@ impl Tls {
     /// Says from time to time that the certificate expires, until it is dropped.
     pub async fn watch(self) {
         loop {
+            // This looks at the files, and warns.
             drop(self.current());
             tokio::time::sleep(LOOK).await;
         }
@@ -251,6 +252,7 @@ impl Tls {
 
     /// What the files have now. Files that cannot be used leave what was read before.
     fn current(&self) -> TlsConfigs {
+        // Held while files are read, so that one thread reads a change, and the others wait for it.
         let mut loaded = self.0.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         let before = stamps(&loaded.paths());
         if before != loaded.stamps {
@@ -276,6 +278,7 @@ impl Tls {
 
 impl PartialEq for Tls {
     fn eq(&self, other: &Self) -> bool {
+        // By where they are: the certificates in the files may change at any time.
         let of = |one: &Self| (one.0.path.clone(), one.0.part, one.0.on_loopback);
         of(self) == of(other)
     }
@@ -296,6 +299,7 @@ impl TlsConfigs {
     fn read(path: &Path, part: CertificateRole) -> Result<Self, TlsError> {
         let files = CertificateFiles::find(path, part)?;
         let paths = files.paths();
+        // Before the files are read: one that changes meanwhile is read again for the next link.
         let stamps = stamps(&paths);
         let (chain, key, authority) = files.read()?;
         let invalid = |what: String| TlsError::Invalid {
@@ -311,6 +315,7 @@ impl TlsConfigs {
         let failed = |error: rustls::Error| invalid(explain(&error));
         let clients =
             || WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone());
+        // For browsers. What a client without a certificate may do is decided elsewhere.
         let anybody = clients().allow_unauthenticated().build();
         let anybody = anybody.map_err(|error| invalid(error.to_string()))?;
         let clients = clients().build();
@@ -329,6 +334,8 @@ impl TlsConfigs {
         let client = |parts: &'static [CertificateRole], by_host: bool| -> Result<_, TlsError> {
             let verifier = OfPart::new(roots.clone(), provider.clone(), (parts, by_host))
                 .map_err(|error| invalid(error.to_string()))?;
+            // Rustls calls any own verifier dangerous. This one makes the ordinary checks, and then
+            // one more.
             let mut client = ClientConfig::builder_with_provider(provider.clone())
                 .with_protocol_versions(VERSIONS)
                 .map_err(failed)?
@@ -336,6 +343,7 @@ impl TlsConfigs {
                 .with_custom_certificate_verifier(Arc::new(verifier))
                 .with_client_auth_cert(chain.clone(), key.clone_key())
                 .map_err(failed)?;
+            // As for the server: each link proves itself.
             client.resumption = rustls::client::Resumption::disabled();
             Ok(Arc::new(client))
         };
@@ -398,6 +406,7 @@ impl CertificateFiles {
         if !path.is_dir() {
             return Ok(Self::Bundle(path.into()));
         }
+        // The files of `weightsync certs new` first, then those of a Kubernetes secret.
         let bundles = part.files().iter();
         let mut bundles = bundles.map(|part| path.join(format!("{part}.pem")));
         if let Some(bundle) = bundles.find(|bundle| bundle.exists()) {
@@ -459,6 +468,7 @@ fn contents(path: &Path, has_key: bool) -> Result<Vec<u8>, TlsError> {
         });
     }
     let mut text = Vec::new();
+    // One byte more than is allowed tells that a file is too long.
     let read = file.take(LONGEST + 1).read_to_end(&mut text);
     let read = read.map_err(failed)?;
     match read as u64 > LONGEST {
@@ -491,6 +501,7 @@ fn key(path: &Path, text: &[u8]) -> Result<PrivateKeyDer<'static>, TlsError> {
 
 fn stamps(paths: &[PathBuf]) -> Vec<Stamp> {
     let stamp = |path: &PathBuf| {
+        // A file that is missing has a stamp, too, so its return counts as a change.
         let known = std::fs::metadata(path).ok();
         Stamp {
             path: path.clone(),

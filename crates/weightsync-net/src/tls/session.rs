@@ -70,6 +70,7 @@ impl TlsSession {
         incoming: &mut IncomingBytes,
     ) -> Result<Handshake, rustls::Error> {
         loop {
+            // What is ready goes out before more is waited for.
             self.gather();
             if !self.connection.is_handshaking() {
                 return Ok(Handshake::Done);
@@ -129,6 +130,7 @@ impl TlsSession {
         let mut bytes = incoming.bytes();
         let before = bytes.len();
         let taken = self.connection.read_tls(&mut bytes);
+        // The connection has moved the beginning of the slice behind what it took.
         incoming.used(before - bytes.len());
         let done = match taken {
             Ok(_) => self.connection.process_new_packets().map(drop),

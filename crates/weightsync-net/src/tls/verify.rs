@@ -84,6 +84,7 @@ impl ServerCertVerifier for OfPart {
         for part in self.parts.iter().rev() {
             let name = ServerName::try_from(part.name())
                 .map_err(|_| Error::General("a part's name is a name".into()))?;
+            // The ordinary check, with the name of a part in place of a host's.
             verified = self
                 .ordinary
                 .verify_server_cert(certificate, between, &name, ocsp, now);
@@ -92,6 +93,7 @@ impl ServerCertVerifier for OfPart {
             }
         }
         let verified = verified?;
+        // The chain and the part were checked above, with the part in place of the host's name.
         if self.by_host {
             verify_server_name(&ParsedCertificate::try_from(certificate)?, host)?;
         }
@@ -125,6 +127,7 @@ impl ClientCertVerifier for FromPart {
         between: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
+        // The chain first: a name means nothing in a certificate that nobody signed.
         let verified = self
             .ordinary
             .verify_client_cert(certificate, between, now)?;

@@ -151,6 +151,7 @@ impl FrameHeader {
         let kind = FrameKind::from_code(code)
             .filter(|kind| allowed.contains(kind))
             .ok_or(FrameError::Kind { got: code })?;
+        // Reserved: a later version may give them a meaning that this one would miss.
         if zeros != [0; 3] {
             return Err(FrameError::Zeros);
         }
@@ -178,6 +179,7 @@ impl FrameHeader {
     ///
     /// [`FrameError::Checksum`], also for another length.
     pub fn check(&self, payload: &[u8]) -> Result<(), FrameError> {
+        // Kind, length and zeros give the bytes that came, so the checksum covers the header, too.
         let first = first_half(self.kind, self.len as u32);
         match payload.len() == self.len && checksum(&first, payload) == self.crc {
             true => Ok(()),

@@ -180,6 +180,7 @@ impl ClientHello {
     pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, HelloError> {
         check_magic(bytes)?;
         Ok(Self {
+            // On the wire the newest protocol comes first.
             protocols: Protocols::decode([bytes[10], bytes[11]], [bytes[8], bytes[9]])?,
             role: bytes[12],
             nonce: nonce(bytes),
@@ -286,6 +287,7 @@ fn check_magic(came: &[u8]) -> Result<(), HelloError> {
 }
 
 fn not_weightsync(came: &[u8]) -> HelloError {
+    // Few bytes, and escaped: what a stranger sent ends up in logs and terminals.
     let first = &came[..came.len().min(SHOWN)];
     HelloError::NotWeightsync {
         first: first.escape_ascii().to_string(),
@@ -396,6 +398,7 @@ impl HelloError {
     /// An error of the handshake of TLS.
     pub(crate) fn tls(error: &rustls::Error) -> Self {
         use rustls::{AlertDescription, CertificateError as Of, Error};
+        // One end finds the other's certificate expired, and the other is told so by an alert.
         let is_of_time = matches!(
             error,
             Error::InvalidCertificate(
@@ -414,6 +417,8 @@ impl HelloError {
     /// What to do: connect again, later, or change something first.
     pub fn remedy(&self) -> Remedy {
         match self {
+            // These may pass: an end restarts or has room again, a certificate is renewed, bytes
+            // were damaged.
             Self::Busy
             | Self::TurnedAway
             | Self::HungUp { .. }

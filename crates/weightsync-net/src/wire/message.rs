@@ -221,6 +221,7 @@ fn parse<T: DeserializeOwned>(payload: &[u8]) -> Result<T, MessageError> {
     };
     match payload.split_first() {
         None => Err(malformed("it is empty".into())),
+        // The format comes first, because the rest of another one could be read as anything.
         Some((&FORMAT, body)) => match postcard::take_from_bytes(body) {
             Ok((message, [])) => Ok(message),
             Ok((_, rest)) => Err(malformed(format!("{} bytes follow its end", rest.len()))),

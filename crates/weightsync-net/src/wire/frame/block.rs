@@ -64,6 +64,7 @@ impl BlockHead {
     pub fn decode(payload: &[u8]) -> Result<Self, FrameError> {
         let bytes: &[u8; BLOCK_HEAD_BYTES] = head_of(FrameKind::Block, payload)?;
         let word = |at| number(bytes, at);
+        // One word for two numbers of four bytes: the index, then the length.
         let place = word(16);
         let head = Self {
             model: bytes[0],

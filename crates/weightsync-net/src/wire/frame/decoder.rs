@@ -78,6 +78,7 @@ impl Decoder {
                 payload: &self.payload,
             })),
             Err(error) => {
+                // No frame follows on this link, so its memory is of no use.
                 self.payload = Vec::new();
                 self.failed = Some(error.clone());
                 Err(error)

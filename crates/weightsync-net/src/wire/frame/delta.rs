@@ -63,6 +63,7 @@ impl DeltaHead {
     pub fn decode(payload: &[u8]) -> Result<Self, FrameError> {
         let bytes: &[u8; DELTA_HEAD_BYTES] = head_of(FrameKind::Delta, payload)?;
         let word = |at| number(bytes, at);
+        // One word for two numbers of four bytes: the index, then the length.
         let place = word(24);
         let head = Self {
             model: bytes[0],
@@ -102,6 +103,8 @@ impl DeltaHead {
     }
 
     fn is_possible(&self) -> bool {
+        // A delta as long as its span would go as blocks. The bound also limits what a receiver
+        // allocates for it.
         let shorter = self.span().is_some_and(|span| u64::from(self.bytes) < span);
         let older = !self.base.is_none() && self.base < self.version;
         shorter && older && self.model < MAX_MODELS

@@ -114,6 +114,7 @@ impl ClientHandshake {
     }
 
     fn hello(&mut self, bytes: [u8; HELLO_BYTES]) -> HandshakeStep {
+        // The handshake is over, unless all that follows holds.
         self.state = ClientState::Over;
         let server = match ServerHello::decode(&bytes) {
             Ok(server) => server,
@@ -135,6 +136,8 @@ impl ClientHandshake {
                 format!("protocol {protocol} of {ours} here and {theirs} there"),
             ));
         }
+        // Both proofs cover both hellos, and with them both nonces. So they hold in this handshake
+        // alone.
         let proof = client_proof(&self.key, &self.hello, &bytes);
         let expected = server_proof(&self.key, &self.hello, &bytes, proof);
         self.state = ClientState::Proof { expected, protocol };
@@ -154,6 +157,7 @@ impl ClientHandshake {
             0 if Proof::from_bytes(proof) == expected => {
                 HandshakeStep::new([], Next::Done(Agreed { protocol, role }))
             }
+            // It claims to have accepted the proof, and does not have the key.
             0 => HandshakeStep::close(HelloError::WrongServer),
             1 => HandshakeStep::close(HelloError::TokenRefused),
             other => HandshakeStep::close(malformed("a verdict of 0 or 1", other.to_string())),
@@ -239,6 +243,7 @@ impl ServerHandshake {
     }
 
     fn hello(&mut self, bytes: [u8; HELLO_BYTES]) -> HandshakeStep {
+        // The handshake is over, unless all that follows holds.
         self.state = ServerState::Over;
         let client = match ClientHello::decode(&bytes) {
             Ok(client) => client,
@@ -289,6 +294,7 @@ impl ServerHandshake {
 
 fn judge(is_proved: bool, answer: Proof, agreed: Agreed) -> HandshakeStep {
     let mut reply = [0; SERVER_PROOF_BYTES];
+    // Without a proof of its own: that is only for clients that have the key.
     if !is_proved {
         reply[0] = 1;
         return HandshakeStep::new(reply, Next::Close(HelloError::WrongToken));
@@ -307,6 +313,7 @@ fn server_proof(
     server: &[u8; HELLO_BYTES],
     proof: Proof,
 ) -> Proof {
+    // One part longer than the client's proof, so neither can stand for the other.
     key.proof(&[b"server", client, server, proof.bytes()])
 }
 
@@ -330,6 +337,7 @@ fn gather_hello(came: &mut Vec<u8>, input: &mut &[u8]) -> Result<[u8; HELLO_BYTE
 }
 
 fn hung_up(came: &[u8], in_hello: bool) -> HelloError {
+    // A part of the magic, or more than that: either way the peer began as weightsync does.
     let is_ours = MAGIC.starts_with(came) || came.starts_with(&MAGIC);
     match in_hello && !is_ours {
         true => not_weightsync(came),

@@ -101,6 +101,7 @@ impl Check for ToParent {
             Self::Fetch(wanted) => wanted,
         };
         check_item(model, version)?;
+        // Deltas lead to newer versions only.
         if base.is_some_and(|base| base.is_none() || base >= version) {
             return Err(MessageError::OutOfRange {
                 expected: "an older version than the one that is fetched, or none",
@@ -108,6 +109,7 @@ impl Check for ToParent {
             });
         }
         within("ranges of one fetch", ranges.len(), MAX_RANGES)?;
+        // Where the range before ends. Its end bounds what a parent looks up for one request.
         let mut behind = 0;
         ranges.iter().try_for_each(|range| {
             let end = range

@@ -78,6 +78,7 @@ pub(super) fn check_set(set: &[Item]) -> Result<(), MessageError> {
     check_items("models of a set", set, MAX_MODELS.into())?;
     let mut models = 0_u64;
     set.iter().try_for_each(|item| {
+        // No shift is too large: `check_items` has bounded the model.
         let bit = 1 << item.model;
         let is_new = models & bit == 0;
         models |= bit;

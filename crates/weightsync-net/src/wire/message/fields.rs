@@ -86,6 +86,7 @@ pub(super) mod bytes {
     pub(in super::super) fn deserialize<'de, D: Deserializer<'de>>(
         deserializer: D,
     ) -> Result<Vec<u8>, D::Error> {
+        // Borrowed from the payload first: a stated length allocates nothing.
         <&[u8]>::deserialize(deserializer).map(Into::into)
     }
 }

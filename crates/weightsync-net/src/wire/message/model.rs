@@ -83,6 +83,7 @@ impl ModelAssembler {
     pub fn push(&mut self, part: &[u8]) -> Result<(), MessageError> {
         let missing = self.missing();
         within("bytes of a part", part.len(), missing)?;
+        // At most twice what has come, and no more than is missing.
         if self.came.capacity() - self.came.len() < part.len() {
             let more = part.len().max(self.came.len()).min(missing);
             self.came.reserve_exact(more);

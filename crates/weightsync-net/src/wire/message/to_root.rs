@@ -177,11 +177,14 @@ pub struct WorkerProgress {
 impl WorkerProgress {
     /// The most bytes of this on the wire.
     fn max_bytes(&self) -> usize {
+        // The most bytes that a number of 64 bits takes in postcard.
         const NUMBER: usize = 10;
         let refused = self
             .refused
             .as_ref()
             .map_or(0, |(_, reason)| 2 * NUMBER + reason.len().min(MAX_TEXT));
+        // Worker, instance, three sequences and the count of versions; then each version with its
+        // model.
         6 * NUMBER + self.versions.len() * (1 + NUMBER) + refused + 1
     }
 }
