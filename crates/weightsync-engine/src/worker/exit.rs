@@ -100,6 +100,7 @@ impl StderrTail {
 
         let Some(on_line) = on_line else { return };
         for piece in bytes.split_inclusive(|&byte| byte == b'\n') {
+            // Memory stays bounded for a worker that writes without line feeds.
             for part in piece.chunks(MAX_LINE) {
                 if self.line.len() + part.len() > MAX_LINE {
                     self.flush(on_line);
