@@ -163,6 +163,7 @@ impl Attributes {
     /// Any of [`AttributesError`].
     pub fn decode(bytes: &[u8]) -> Result<Self, AttributesError> {
         let malformed = AttributesError::Malformed;
+        // Before anything is decoded: they come from a peer.
         if bytes.len() > MAX_ENCODED_BYTES {
             return Err(malformed("they take more than 16 MiB"));
         }
@@ -197,6 +198,7 @@ impl Attributes {
                 ));
             }
         }
+        // A tied tensor travels once.
         let aliases = self.aliases();
         let sent = model
             .tensors()
@@ -311,6 +313,7 @@ pub fn find_ties(tensors: &[Extracted<'_>]) -> Vec<(String, String)> {
         let TensorData::InMemory(data) = &tensor.data else {
             continue;
         };
+        // Empty tensors share places without being tied.
         if data.shape().contains(&0) {
             continue;
         }
@@ -382,6 +385,7 @@ impl<'a, E: WeightExtractor + ?Sized> TiedOnce<'a, E> {
 impl<E: WeightExtractor + ?Sized> WeightExtractor for TiedOnce<'_, E> {
     fn layout(&self) -> Result<Layout> {
         let layout = self.source.layout()?;
+        // Most models have no ties.
         if self.attributes.ties().is_empty() {
             return Ok(layout);
         }

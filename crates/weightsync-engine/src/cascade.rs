@@ -135,6 +135,7 @@ impl Cascade {
             let Some(set) = self.receiver.next(left)? else {
                 return Ok(None);
             };
+            // The sub-workers may have this set already. Then the wait goes on.
             let (forwarded, complaint) = self.passing.pass_on(&mut self.receiver, &set)?;
             answer(&mut self.receiver, &set, complaint.as_deref())?;
             if forwarded.is_some() {
@@ -340,6 +341,7 @@ impl ThreadTask for PassOn {
         let Some(passing) = &mut lent.passing else {
             return Ok(());
         };
+        // Outside the lock: sub-workers may take long.
         let passed = passing.pass_on(receiver, &set);
         drop(lent);
         let answered = passed.and_then(|(forwarded, complaint)| {
@@ -353,6 +355,7 @@ impl ThreadTask for PassOn {
             });
             answer(receiver, &set, complaint.as_deref())
         });
+        // The trainer knows why, if it can be reached. The next set is passed on as usual.
         if let Err(error) = answered {
             handoff.update(|inner| inner.status.failure = Some(error.to_string()));
         }
@@ -417,6 +420,7 @@ impl Passing {
         match self.send(set) {
             Ok(report) => {
                 let complaint = report.as_ref().and_then(complaint);
+                // A sub-worker that does not have the set keeps this worker at the version before.
                 if complaint.is_none() {
                     receiver.note_applied(set);
                 }
@@ -441,6 +445,8 @@ impl Passing {
     fn send(&mut self, set: &SetSnapshot) -> Result<Option<Report>> {
         let newest: Vec<_> = self.sender.newest().collect();
         let run = set.members().first().map(|member| member.snapshot.run());
+        // Another run: the trainer has restarted and counts from 1 again, but numbers only grow for
+        // the sub-workers.
         if let Some(run) = run.filter(|run| *run != self.run) {
             self.lift = Lift::above(newest.iter().cloned());
             self.run = run;
@@ -449,6 +455,7 @@ impl Passing {
             .versions()
             .into_iter()
             .map(|(id, version)| (self.lift.number(&id, version), id))
+            // A model whose version did not change is not sent again.
             .filter(|(number, id)| {
                 let mut newest = newest.iter();
                 newest.any(|(model, version)| model == id && version < number)

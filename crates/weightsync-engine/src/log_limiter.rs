@@ -36,6 +36,8 @@ impl LogLimiter {
             logged.at = now;
             return Some(held_back);
         }
+        // The table stays small, also if an attacker makes up causes: old ones go first, and then
+        // nothing new is logged.
         if self.logged.len() >= CAUSES {
             self.logged
                 .retain(|_, logged| now.duration_since(logged.at) < LOG_EVERY);

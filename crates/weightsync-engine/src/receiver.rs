@@ -244,6 +244,7 @@ impl Receiver {
     /// weights. The set is not reported as applied.
     pub(crate) fn next(&mut self, timeout: Option<Duration>) -> Result<Option<SetSnapshot>> {
         if let Some(initial) = self.initial.take() {
+            // Every version counts there, the initial one too.
             if self.scheme.capabilities().every_version {
                 return Ok(Some(initial));
             }
@@ -257,6 +258,7 @@ impl Receiver {
             return Err(self.without_push());
         }
         let deadline = deadline(timeout);
+        // A lost sender has nothing more: its successor is joined first.
         if !self.find_sender(timeout.is_some(), deadline)? {
             return Ok(None);
         }
@@ -266,6 +268,7 @@ impl Receiver {
     /// The set that is live at this worker. The set is not reported as applied.
     fn newest(&mut self) -> Result<Option<SetSnapshot>> {
         self.is_served()?;
+        // What follows is at least as new as the initial weights.
         self.initial = None;
         if self.sender_lost && self.restarts() {
             // Any other error of the successor is left for the next receive to return.
@@ -295,6 +298,7 @@ impl Receiver {
         if !self.sender_lost || !self.setup.info.at.restarts() {
             return Ok(true);
         }
+        // Without a deadline the search still ends: a trainer that never comes back is an error.
         match self.rejoin(Search::Until(deadline.or(Some(Instant::now() + REJOIN)))) {
             Ok(()) => Ok(true),
             Err(Error::NoSender { .. }) if may_fail => Ok(false),
@@ -313,10 +317,13 @@ impl Receiver {
         mut wait: impl FnMut(&mut dyn ReceiverTransport) -> Result<Option<SetSnapshot>>,
     ) -> Result<Option<SetSnapshot>> {
         let mut came = wait(&mut *self.transport);
+        // An interrupt that was meant for an earlier wait has ended this one: it begins again,
+        // once.
         if matches!(came, Ok(None)) && std::mem::take(&mut self.interrupted) {
             came = wait(&mut *self.transport);
         }
         self.note_loss(came.as_ref().err());
+        // A transport returns `None` for an interrupt, too. The clock tells the two apart.
         let is_early = deadline.is_none_or(|at| Instant::now() < at);
         match came? {
             None if is_early && self.scheme.capabilities().weights => Err(Error::Interrupted),

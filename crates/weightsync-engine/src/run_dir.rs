@@ -78,15 +78,18 @@ pub(crate) fn listen(file: &Path, models: &[ModelId]) -> Result<Listener> {
     };
     // Held from the look at the one before until the new address is there.
     let _alone = locked(dir, KEY, Instant::now().checked_add(KEY_WAIT))?;
+    // The kernel is asked whether that process lives. The file alone would outlive it.
     if let Some(address) = look_up(file)?
         && is_served(&address)?
     {
         return Err(Error::AddressInUse { address });
     }
     let address = address(&random::<16>()?, &set_name(models));
+    // Listening comes before the file: a worker that looks the address up finds the sender.
     let listener = Listener::at(&address)?;
     let text = format!("{address}\n");
     let write = |file: &mut File| file.write_all(text.as_bytes());
+    // Not synced: after a crash of the machine no sender is there.
     files::replace(file, files::PRIVATE, false, write).map_err(failed("writing", file))?;
     Ok(listener)
 }
@@ -98,6 +101,7 @@ pub(crate) fn listen(file: &Path, models: &[ModelId]) -> Result<Listener> {
 ///
 /// [`Error::File`] for a file that others could have written.
 pub(crate) fn look_up(file: &Path) -> Result<Option<String>> {
+    // No link leads to another file, and no FIFO makes the open wait.
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let opened = match openat(CWD, file, flags, Mode::empty()) {
         Ok(opened) => opened,
@@ -119,6 +123,7 @@ pub(crate) fn look_up(file: &Path) -> Result<Option<String>> {
     // A file without an address is none of ours; the next sender replaces it.
     let text = String::from_utf8(text).unwrap_or_default();
     let address = text.trim_end();
+    // The file is not trusted further than this: the address is a name of weightsync's own.
     let fits = address.starts_with("weightsync/") && address.len() <= MAX_NAME;
     Ok(fits.then(|| address.into()))
 }
@@ -218,6 +223,7 @@ pub(crate) fn next_run(dir: &Path, until: Option<Instant>) -> Result<Run> {
         .read_to_string(&mut text)
         .map_err(failed("reading", &path))?;
     let last: u64 = match text.trim() {
+        // A new file: no run was there before.
         "" => 0,
         number => number.parse().map_err(|_| Error::File {
             action: "reading the epoch in",
@@ -240,6 +246,7 @@ pub(crate) fn next_run(dir: &Path, until: Option<Instant>) -> Result<Run> {
         .map_err(failed("writing", &path))?;
     file.set_len(text.len() as u64)
         .map_err(failed("writing", &path))?;
+    // On the disk before the epoch is used: no later run may get it again.
     file.sync_all().map_err(failed("writing", &path))?;
     Ok(Run {
         epoch: Epoch(epoch),
@@ -259,6 +266,7 @@ fn shared_bytes(dir: &Path) -> Result<[u8; 32]> {
     if let Ok(bytes) = <[u8; 32]>::try_from(&bytes[..]) {
         return Ok(bytes);
     }
+    // A new key would lock out the workers of a trainer that still runs.
     if !bytes.is_empty() {
         return Err(Error::File {
             action: "reading the key in",
@@ -313,6 +321,7 @@ fn locked(dir: &Path, entry: RunFile, until: Option<Instant>) -> Result<LockedRu
         }
         _ => {}
     }
+    // From here on by descriptor: a directory that is renamed meanwhile leads nowhere else.
     let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
     let opened = openat(CWD, dir, OFlags::RDONLY | flags, Mode::empty())
         .map_err(|errno| failed("opening the run directory", dir)(errno.into()))?;
@@ -328,6 +337,7 @@ fn locked(dir: &Path, entry: RunFile, until: Option<Instant>) -> Result<LockedRu
         Mode::RUSR | Mode::WUSR,
     )
     .map_err(|errno| not_opened(&path, errno))?;
+    // Checked on the open file, which no rename can exchange any more.
     check_owner(&file, &path, FileType::RegularFile, entry.closed, "600")?;
     lock(&file, &path, until)?;
     Ok(LockedRunFile(file.into()))

@@ -312,6 +312,7 @@ impl AnyScheme {
                                 commas, neither with spaces around it";
                 return bad(key, expected, value);
             }
+            // A worker that reads the text refuses a key that comes twice.
             if settings[..at].iter().any(|(earlier, _)| earlier == key) {
                 return bad(key, "to be set once", &text);
             }

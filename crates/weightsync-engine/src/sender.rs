@@ -99,6 +99,7 @@ impl Sender {
     ) -> Result<Report> {
         let (since, until) = self.times(options);
         let in_flight = self.publish(weights.members(), options, since, until)?;
+        // Later than asked by the time in which the source wrote its tensors.
         let until = in_flight.deadline;
         in_flight.finish(options.wait, until)
     }
@@ -117,6 +118,7 @@ impl Sender {
         options: &SendOptions,
     ) -> Result<PendingSend> {
         let (since, until) = self.times(options);
+        // Before the source is read: an earlier send may have to settle first.
         self.make_way(until)?;
         let in_flight = self.publish(weights.members(), options, since, until)?;
         let pending = PendingSend::new(in_flight, options.wait);
@@ -228,6 +230,7 @@ impl Sender {
         let mut joined: Vec<WorkerId> = Vec::new();
         let mut gone = Vec::new();
         let there = self.transport.wait_workers(until, &mut |there| {
+            // Workers that left in order before this wait began belong to an earlier wait.
             all = there.joined;
             let here = there.workers.iter().filter(|worker| counts(worker));
             let left = there.gone.iter().filter(|gone| {
@@ -239,6 +242,7 @@ impl Sender {
             log_joined(&there.workers, &known, &joined, expect);
             gone = not_back(there, expect);
             let mut rejected = there.rejected.iter();
+            // A worker that can use none of the models will not come: waiting on would be in vain.
             let hopeless = rejected.any(|worker| expect.includes(*worker));
             hopeless || expect.met_by(&joined)
         })?;
@@ -246,6 +250,7 @@ impl Sender {
         let model = self.setup.name();
         if expect.met_by(&joined) || (there && !self.has_workers()) {
             tracing::debug!(%model, run = %self.run, workers = expect.len(), "connected");
+            // Only after success: a wait that failed uses no worker up.
             self.counted = all;
             return Ok(());
         }
@@ -342,6 +347,8 @@ impl Drop for Sender {
         if !self.owner.is_here() {
             return;
         }
+        // A caller may keep a handle longer than the sender. It keeps the last report, and drops
+        // what is the sender's.
         for one in self.handles.iter().filter_map(Weak::upgrade) {
             one.close();
         }
@@ -350,6 +357,7 @@ impl Drop for Sender {
 
 /// For each expected number, the last worker that went without leaving in order and is not back.
 fn not_back(there: &Attendance, expect: &Expect) -> Vec<WorkerReport> {
+    // Of a number that went several times, the last.
     let last = there.gone.iter().map(|gone| (gone.status.worker, gone));
     let last: BTreeMap<_, _> = last.collect();
     let is_back = |worker: &WorkerId| there.workers.iter().any(|one| one.worker == *worker);

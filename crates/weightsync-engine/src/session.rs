@@ -221,6 +221,7 @@ impl Session {
         let until = deadline(timeout);
         match &self.state {
             SessionState::PreparedSender(setup) => {
+                // A clone: after an error the session is prepared as before.
                 let setup = (**setup).clone();
                 let sender = match first {
                     Some(version) => setup.open_at(weights, version, timeout),
@@ -304,6 +305,7 @@ impl Session {
     ///
     /// [`Error::WrongOrder`], and those of [`Joined::load`].
     pub fn load_joined(&mut self, models: &mut SetLoader<'_>) -> Result<()> {
+        // Taken out: a load consumes it. The session stays closed if the load fails.
         match std::mem::replace(&mut self.state, SessionState::Closed) {
             SessionState::Joined(joined) => {
                 self.state = SessionState::Receiving(Box::new(joined.load(models)?));
@@ -411,6 +413,7 @@ impl Session {
     /// Shuts down the sender or the receiver, and leaves nothing behind. A second call does
     /// nothing.
     pub fn shutdown(&mut self) {
+        // A sender that was never opened still holds its endpoint, such as a port.
         if let SessionState::PreparedSender(setup) =
             std::mem::replace(&mut self.state, SessionState::Closed)
         {

@@ -444,6 +444,7 @@ impl SenderSetup {
             Some(_) => drop(self.are_all_there(weights.members())?),
             None => self.check(weights.members())?,
         }
+        // After the comparison: wrong weights use up no epoch.
         let run = match &self.run_dir {
             Some(dir) => run_dir::next_run(dir, until)?,
             None => run_dir::anonymous_run()?,
@@ -458,11 +459,13 @@ impl SenderSetup {
             options: self.transfer,
             history: &history,
         })?;
+        // A place that counts the runs has the last word.
         let run = transport.run().unwrap_or(run);
         let newest = (0..specs.len()).map(|model| transport.version(model));
         history.opened(run.to_string(), newest);
         let mut sender = Sender::new(self, transport, run, history);
         if let Some(first) = first {
+            // Workers join after this. The caller waits for them.
             let first = first.wait(WaitFor::Sent).timeout(timeout);
             sender.send_with(weights, &first)?;
         }

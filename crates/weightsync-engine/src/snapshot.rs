@@ -188,6 +188,7 @@ impl Snapshot {
         let SnapshotMemory::Slot(slot) = &lent.held else {
             return lent.clone();
         };
+        // Another holder would see the bytes change, so then a new copy is made.
         let own = match &mut self.held {
             SnapshotMemory::Own(own) => Arc::get_mut(own),
             SnapshotMemory::Slot(_) => None,
@@ -198,6 +199,7 @@ impl Snapshot {
         own.image.overwrite(slot.bytes());
         own.run = slot.run();
         own.version = slot.version();
+        // The digest was that of the bytes before.
         own.published = OnceLock::new();
         self.with_digest_of(lent)
     }

@@ -217,6 +217,7 @@ impl Tensors {
     }
 
     fn put(&mut self, name: &str, tensor: OwnedTensor) {
+        // The layout is made again when it is asked for.
         self.layout.take();
         match self.index.get(name) {
             Some(&index) => self.tensors[index].1 = tensor,

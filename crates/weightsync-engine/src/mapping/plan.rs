@@ -196,6 +196,7 @@ impl MappingPlan {
                 }
             }
         }
+        // A whole takes the place of its first part, so that names keep their order.
         let mut placed: HashMap<usize, TargetTensor> = HashMap::new();
         let mut gone = vec![false; self.targets.len()];
         for star in &stars {
@@ -345,6 +346,7 @@ impl TargetTensor {
         if piece.shape.contains(&0) {
             return Ok(());
         }
+        // The usual piece is a whole tensor, and is written in one.
         if self.whole().is_some() && piece.is_as_it_is() && source.shape() == self.shape {
             return Ok(source.write_into(place, self.dtype)?);
         }
@@ -367,8 +369,11 @@ impl TargetTensor {
         let bytes = lens.iter().product::<u64>() * u64::from(size);
         let mut outer = vec![0; inner];
         loop {
+            // Each turn writes one run of bytes: the inner dimensions at one index of the outer
+            // ones.
             let mut starts = piece.starts.clone();
             let mut at = 0;
+            // Where the run begins in the source, and in the target.
             for dim in 0..inner {
                 starts[piece.order[dim]] += outer[dim];
                 at = at * self.shape[dim] + piece.at[dim] + outer[dim];
@@ -406,6 +411,7 @@ impl TargetTensor {
         let mut part = self.clone();
         part.shape[dim] = len;
         part.pieces.retain_mut(|piece| {
+            // What of the piece lies within the range, by its place in the tensor.
             let first = piece.at[dim].max(start);
             let end = piece.at[dim]
                 .saturating_add(piece.shape[dim])
@@ -494,6 +500,7 @@ fn fused<'a>(
                 second_kind: Box::new((part.dtype, part.shape.clone())),
             });
         }
+        // The next part begins where the tensor ends so far.
         let start = whole.shape[dim];
         whole.shape[dim] = start.saturating_add(part.shape[dim]);
         whole

@@ -201,6 +201,8 @@ impl Quantised {
                     let tile = tiles.tile(matrix, rows.clone(), columns.clone())?;
                     for own_rows in steps_within(&rows, block_rows) {
                         for own_columns in steps_within(&columns, block_columns) {
+                            // The number of the scale of this block: matrix by matrix, then row by
+                            // row of blocks.
                             let scale = matrix * per_matrix
                                 + own_rows.start / block_rows * across
                                 + own_columns.start / block_columns;
@@ -301,6 +303,7 @@ impl<'a> Tiles<'a> {
         };
         let mut sources: Vec<(usize, SourceTensor<'a>)> = Vec::new();
         for piece in &from.pieces {
+            // A source that several pieces come from is opened once.
             if sources.iter().any(|(known, _)| *known == piece.source) {
                 continue;
             }
@@ -338,6 +341,7 @@ impl<'a> Tiles<'a> {
             columns: self.matrix[1],
             before,
         };
+        // No copy where the source lies as the tile needs it.
         if let (Some(_), [(_, source)]) = (self.from.as_it_is(), &self.sources[..]) {
             // As it is may also mean its first columns, whose rows lie apart.
             let lying = match source {
@@ -369,6 +373,7 @@ impl<'a> Tiles<'a> {
             part = part.narrowed(0, matrix, 1);
         }
         let len = (rows.end - rows.start) * (columns.end - columns.start) * 4;
+        // The buffer of the last tile serves again.
         self.buffer.resize(len as usize, 0);
         for piece in &part.pieces {
             let source = self.sources.iter().find(|(at, _)| *at == piece.source);

@@ -50,6 +50,7 @@ impl<'a, E: WeightExtractor> MappedExtractor<'a, E> {
     ) -> Result<Arc<MappingPlan>> {
         // A plan is put there whole.
         let mut known = self.plan.lock().unwrap_or_else(PoisonError::into_inner);
+        // A trainer sends the same layout again and again: the plan is made once.
         if let Some(plan) = known.as_ref().filter(|plan| is_for(&plan.source)) {
             return Ok(plan.clone());
         }
@@ -86,6 +87,7 @@ impl<E: WeightExtractor> WeightExtractor for MappedExtractor<'_, E> {
             return Ok(Vec::new());
         }
         let plan = self.current()?;
+        // Tied tensors count as one source.
         let mut roots: Vec<_> = (0..plan.source.len()).collect();
         for (alias, of) in ties.ties() {
             if let (Some(alias), Some(of)) = (plan.source.index_of(alias), plan.source.index_of(of))
@@ -107,6 +109,7 @@ impl<E: WeightExtractor> WeightExtractor for MappedExtractor<'_, E> {
             if pieces.is_empty() {
                 continue;
             }
+            // Targets that are made alike from tied sources are tied as well.
             let of = *first
                 .entry((pieces, quantised, target.dtype, &target.shape))
                 .or_insert(&target.name);
@@ -220,6 +223,7 @@ impl<L: WeightLoader> WeightLoader for MappedLoader<'_, L> {
         };
         let made = snapshot.made_as(&seen, self.spare.take())?;
         let bound = self.model.bind(&made)?;
+        // Free again, unless the model serves from it.
         self.spare = made.into_image();
         Ok(bound)
     }

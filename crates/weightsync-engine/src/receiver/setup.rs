@@ -187,6 +187,8 @@ impl ReceiverSetup {
             Some(scheme) => scheme,
             None => {
                 let named = self.info.scheme().parse()?;
+                // Kept in the setup: a clone that connects again uses what this scheme has fetched
+                // already.
                 self.scheme.get_or_init(|| named)
             }
         };
@@ -224,10 +226,12 @@ impl ReceiverSetup {
         until: Deadline,
     ) -> Result<(Box<dyn ReceiverTransport>, Option<SetSnapshot>)> {
         let mut transport = self.join_transport(scheme, Epoch(0), Search::Until(until))?;
+        // A scheme may start without weights: the first send brings them.
         let waits = scheme.scheme().first_weights() == FirstWeights::AtConnect;
         if !scheme.capabilities().weights || !waits {
             return Ok((transport, None));
         }
+        // Without push nothing comes that was not asked for.
         let first = match scheme.capabilities().push {
             true => transport.next(until)?,
             false => transport.pull(0, VersionRequest::AtLeast(Version::FIRST), until)?,
@@ -258,6 +262,8 @@ impl ReceiverSetup {
             wait: self.wait,
             single_attempt,
         };
+        // Before the join: a wrong name is this worker's own mistake, and needs no sender to be
+        // found.
         let insists = self.insists(&joining.wanted)?;
         let mut transport = scheme.scheme().join(&self.info.at, &joining, deadline)?;
         for (id, own) in insists {
@@ -266,12 +272,14 @@ impl ReceiverSetup {
             let Some(spec) = theirs.find(|spec| spec.id == *id) else {
                 continue;
             };
+            // As this worker would see the sender's tensors, with the names of tied ones.
             let seen = spec.attributes.layout_for(&spec.layout, own)?;
             if let Err(mismatch) = fits(own, &seen) {
                 let model = spec.id.clone();
                 return Err(refused(&mut *transport, model, mismatch)?);
             }
         }
+        // No first version tells the sender that this worker is there, so it is told now.
         if scheme.scheme().first_weights() == FirstWeights::AtFirstSend {
             transport.joined()?;
         }

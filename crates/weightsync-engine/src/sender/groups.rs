@@ -43,6 +43,7 @@ impl Sender {
             if groups.iter().any(|(_, known)| known.contains(&worker)) {
                 return Err(Error::SameWorkerTwice { worker });
             }
+            // One source is one pass and one version, for however many workers.
             match groups
                 .iter_mut()
                 .find(|(one, _)| std::ptr::addr_eq(*one, source))
@@ -55,6 +56,7 @@ impl Sender {
             return Err(Error::EmptySet);
         }
         let (since, mut until) = self.times(options);
+        // Everything that can be known is checked first: a publication cannot be taken back.
         self.check_each(&groups, options)?;
         let mut all: Option<InFlight> = None;
         for (source, workers) in groups {
@@ -68,9 +70,11 @@ impl Sender {
                     all.outstanding.extend(one.outstanding);
                     all.versions.extend(one.versions);
                     all.bytes += one.bytes;
+                    // Counted from the start of the send, so the last one covers all passes.
                     all.copied = one.copied;
                     all.deadline = one.deadline;
                     if let (Some(all), Some(one)) = (&mut all.partial, one.partial) {
+                        // Each tensor is named once, however many groups carry it.
                         let new: Vec<_> =
                             one.into_iter().filter(|one| !all.contains(one)).collect();
                         all.extend(new);

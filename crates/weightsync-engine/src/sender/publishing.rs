@@ -94,6 +94,7 @@ impl Sender {
         since: Instant,
         until: Deadline,
     ) -> Result<InFlight> {
+        // Refused before anything is read or staged.
         if options.targets != Targets::All {
             self.need("a send to some workers", |can| can.subsets)?;
         }
@@ -132,6 +133,7 @@ fn stage_and_publish(
     until: Deadline,
 ) -> Result<(Box<dyn Outstanding>, Payload)> {
     let indices: Vec<usize> = resolved.iter().map(|(index, _)| *index).collect();
+    // The rest of a partial update comes from the version that the targets run.
     let mut bases = Vec::new();
     if options.partial {
         for index in &indices {
@@ -180,15 +182,18 @@ fn stage_and_publish(
         }
     }
     payload.writing = writing;
+    // The rest of each version is copied, so its pin is of no more use.
     drop(bases);
     let Some(mut staging) = staging else {
         return Err(Error::EmptySet);
     };
+    // One number for all models.
     if let Some(version) = options.version {
         for index in &indices {
             staging.number(*index, version)?;
         }
     }
+    // Single models may have their own: a cascade passes on the trainer's numbers.
     for index in &indices {
         let id = &setup.models[*index].prepared.id;
         let mut numbers = options.numbers.iter();

@@ -55,6 +55,7 @@ impl Segment {
             .iter()
             .map(|model| (model.id.clone(), Arc::new(model.attributes.clone())));
         let history = opening.history.clone();
+        // Answered on the segment's own thread, while the trainer computes.
         writer.answer_status(Box::new(move |workers| {
             let status = history.status(|status| status.workers = workers);
             serde_json::to_vec(&status).unwrap_or_default()
@@ -222,6 +223,7 @@ impl Staging for SegmentStaging<'_> {
         } = *self;
         let publication = slots.publish(targets);
         let publication = publication.map_err(|error| by_name(models, error))?;
+        // After the publication: no send waits for a digest.
         if let Some(thread) = digest {
             order_digests(&waiter, &publication, thread);
         }
