@@ -95,9 +95,9 @@ impl SendHistory {
     pub(crate) fn reported(&self, report: &Report) {
         let at = Instant::now();
         let mut noted = self.noted();
+        // A send in groups is published in parts: its report names all of them, the last part
+        // last.
         if let Some((last, _)) = &mut noted.last_send
-            // A send in groups is published in parts: its report names all of them, the last part
-            // last.
             && report.versions.ends_with(&last.versions)
         {
             last.versions.clone_from(&report.versions);

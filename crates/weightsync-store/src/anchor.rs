@@ -124,6 +124,8 @@ pub(crate) fn write_file<'a>(
 
 /// Writes a piece; small ones are gathered.
 fn append(upload: &mut dyn Upload, pending: &mut Vec<u8>, piece: &[u8]) -> io::Result<()> {
+    // Small tensors are written together: each write is a call of the system, or a part of an
+    // upload.
     if pending.len() + piece.len() > PIECE {
         upload.write(pending)?;
         pending.clear();
@@ -188,6 +190,7 @@ pub(crate) fn read(
     base: Option<&StoredBase>,
 ) -> Result<Image> {
     let layout = &spec.layout;
+    // These deltas are in the base already.
     let known = base.map_or(0, |base| base.stored.deltas.len());
     let deltas = open_deltas(storage, stored, layout, known)?;
     let shards = match base {
@@ -198,6 +201,7 @@ pub(crate) fn read(
     let spare = spare.filter(|image| image.layout() == layout);
     let mut image = spare.unwrap_or_else(|| Image::zeros(layout));
     let mut digester = match &shards {
+        // With deltas the digest is that of the folded image.
         Some(shards) => read_shards(storage, shards, &mut image, deltas.is_empty())?,
         None => Digester::new(layout.bytes()),
     };
@@ -338,6 +342,7 @@ fn read_shards(
     for shard in shards {
         for &(index, offset) in &shard.tensors {
             let start = layout.tensors()[index].range.offset;
+            // Each place is taken once: `open_shards` has found every tensor in one file.
             let place = places[index].take().unwrap_or_default();
             jobs.extend(place.chunks_mut(PIECE).enumerate().map(|(piece, place)| {
                 let from = (piece * PIECE) as u64;
@@ -358,6 +363,8 @@ fn read_shards(
             let mut digester = Digester::new(layout.bytes());
             loop {
                 let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
+                // One failure ends all threads. An interruption is seen by the caller's thread
+                // alone, and ends the others this way.
                 let Some(job) = job.filter(|_| !has_failed(&all)) else {
                     return Ok(digester);
                 };
@@ -378,6 +385,7 @@ fn read_shards(
 fn merge(all: &Mutex<Result<Digester>>, done: Result<Digester>) {
     let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
     match (&mut *all, done) {
+        // Digests of parts add up in any order.
         (Ok(all), Ok(done)) => {
             let merged = all.merge(&done);
             merged.unwrap_or_else(|error| unreachable!("they are of one image: {error}"));
@@ -445,6 +453,7 @@ fn fold(
                 let Some((span, place)) = span.filter(|_| !has_failed(&all)) else {
                     return Ok(digester);
                 };
+                // Without a base the anchor lies in the image already.
                 if let Some(base) = base {
                     let at = span * SPAN as usize;
                     place.copy_from_slice(&base[at..at + place.len()]);
@@ -479,6 +488,7 @@ pub(crate) fn apply(
     scratch: &mut Scratch,
 ) -> Result<()> {
     let (offset, len) = index.part(span);
+    // Most spans of most deltas did not change, and need no read.
     if len == 0 {
         return Ok(());
     }

@@ -52,7 +52,9 @@ pub(crate) fn make(
     threads::run(spans, || {
         let mut scratch = Scratch::new();
         loop {
+            // Relaxed: each index is taken once, and the end of the scope orders the rest.
             let index = next.fetch_add(1, Ordering::Relaxed);
+            // Changes that take too many bytes are given up as soon as that shows.
             if index >= spans || total.load(Ordering::Relaxed) > limit {
                 return;
             }
@@ -65,6 +67,7 @@ pub(crate) fn make(
             };
             let kind = match part.len() {
                 0 => SAME,
+                // Changes that are as long as the span itself are no gain.
                 len if len >= new.len() => WHOLE,
                 _ => CHANGES,
             };
@@ -141,6 +144,7 @@ impl DeltaIndex {
             let len = u32::from_le_bytes([*a, *b, *c, *d]) as usize;
             let kind = u32::from_le_bytes(*kind);
             let span = range_of(layout, index).len();
+            // A span's kind and its length have to agree: they come from a file.
             let right = match kind {
                 SAME => len == 0,
                 CHANGES => (1..span).contains(&len),

@@ -164,6 +164,7 @@ impl Head {
     }
 
     fn check(&self) -> Result<(), String> {
+        // Runs are looked up by halves, which needs this order.
         let epochs = self.runs.windows(2);
         if !epochs.into_iter().all(|pair| pair[0].epoch < pair[1].epoch) {
             return Err("its runs are out of order".into());
@@ -171,6 +172,7 @@ impl Head {
         if self.runs.last().map(|run| run.epoch) != Some(self.run.epoch) {
             return Err("its newest run is not the one that writes".into());
         }
+        // Numbers grow over all runs, so the newest version is that of the last run that published.
         let written: Vec<_> = self.runs.iter().filter(|run| run.last > 0).collect();
         if !written.windows(2).all(|pair| pair[0].last < pair[1].last) {
             return Err("its versions are out of order".into());
@@ -325,6 +327,7 @@ impl StoreManifest {
             if model.deltas.len() > MAX_CHAIN {
                 return Err(format!("{id} has more than {MAX_CHAIN} deltas"));
             }
+            // An anchor comes before its deltas, and no file is newer than its version.
             let at: Vec<_> = model.needs().collect();
             let last = at.last().is_some_and(|last| *last <= self.place);
             if !last || !at.windows(2).all(|pair| pair[0] < pair[1]) {

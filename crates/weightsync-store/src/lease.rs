@@ -31,6 +31,8 @@ impl Lease {
         let path = format!("{LEASES}/{place}.{:016x}", u64::from_le_bytes(random));
         let presence = match storage.announce(&path, b"") {
             Ok(presence) => Some(presence),
+            // Such a reader goes without a lease. What it reads may be removed meanwhile: it then
+            // looks for the manifest again.
             Err(error)
                 if matches!(
                     error.kind(),

@@ -82,6 +82,7 @@ impl StoredWeights {
     /// The caller has a lease.
     fn open(store: &Store, manifest: &StoreManifest, stored: &Stored) -> Result<Self> {
         let storage = store.shared_storage();
+        // The lease of `read` ends when it returns. This one lives as long as the weights.
         let lease = Lease::take(&storage, manifest.place)?;
         let spec = store.spec(&stored.model, &stored.spec)?;
         let layout = &spec.layout;
@@ -195,6 +196,7 @@ impl StoredWeights {
     /// The checksums of all pieces.
     fn sums(&self, goes_on: &dyn Fn() -> bool) -> Result<&[u64]> {
         let known = &*self.comparison;
+        // Held for the whole comparison: one thread makes it, and the others wait for its result.
         let begun = known.begun.lock();
         let mut begun = begun.unwrap_or_else(PoisonError::into_inner);
         if let Some(sums) = known.sums.get() {
@@ -202,6 +204,7 @@ impl StoredWeights {
         }
         let layout = &self.spec.layout;
         let (mut bytes, mut scratch) = (Vec::new(), Scratch::new());
+        // An interrupted comparison goes on where it ended.
         for piece in begun.sums.len()..delta_file::spans(layout) {
             if !goes_on() {
                 return Err(Error::Interrupted.into());
@@ -218,6 +221,7 @@ impl StoredWeights {
             let fed = begun.digester.tensor(piece as u64 * SPAN, &bytes);
             fed.unwrap_or_else(|error| unreachable!("pieces lie in the image: {error}"));
         }
+        // Taken out: if the digest is wrong, the next comparison begins from the start.
         let Begun { digester, sums } = mem::replace(&mut *begun, Begun::new(known.bytes));
         anchor::has_digest(&*self.storage, self.manifest, &self.stored, digester)?;
         Ok(known.sums.get_or_init(|| sums))
@@ -243,6 +247,7 @@ impl StoredWeights {
                 continue;
             }
             let (path, len) = &self.shards[*shard];
+            // Tensors that follow each other often lie in one file, which stays open.
             let blob = match open.take_if(|(of, _)| of == shard) {
                 Some((_, blob)) => blob,
                 None => anchor::open(&*self.storage, path, *len)?,

@@ -81,6 +81,7 @@ impl Store {
         for stored in &manifest.models {
             let whole = damage.len();
             for (path, bytes, crc64) in stored.files() {
+                // Versions share files, and each is read once.
                 if seen.contains(&path) {
                     continue;
                 }

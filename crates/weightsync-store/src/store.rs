@@ -261,6 +261,7 @@ impl Store {
                         .versions
                         .push(self.describe(&manifest, &catalog.names));
                 }
+                // Removed since the catalog was read.
                 Ok(None) => {}
                 Err(StoreError::Damaged(damage)) => found.damage.push(damage),
                 Err(error) => return Err(error),
@@ -377,6 +378,7 @@ impl Store {
         read: &dyn Fn(&StoreManifest) -> Result<T>,
     ) -> Result<(T, Vec<Damage>)> {
         let mut damaged = None;
+        // The usual case reads the head and one manifest, and lists nothing.
         if *which == Which::Newest {
             match self.read_by_head(read)? {
                 ByHead::Read(value) => return Ok((value, Vec::new())),
@@ -418,6 +420,7 @@ impl Store {
     /// Reads the newest version, where nothing is damaged: without a look at how many others there are.
     fn read_by_head<T>(&self, read: &dyn Fn(&StoreManifest) -> Result<T>) -> Result<ByHead<T>> {
         let newest = match catalog::head(self.storage()) {
+            // No error yet: the catalog looks at the manifests, and names what is damaged.
             Err(StoreError::Damaged(_)) => None,
             head => head?.and_then(|head| head.newest()),
         };
@@ -461,6 +464,8 @@ impl Store {
                 Ok(None) => {
                     let now = Catalog::read(self.storage())?;
                     match now.places.last() > Some(&place) {
+                        // A newer catalog has a newer version. If it has none, the manifest is
+                        // really missing.
                         true => catalog = now,
                         false => {
                             let file = self.storage.name(&place.manifest());
@@ -546,6 +551,7 @@ impl Store {
         let bytes = catalog::read(self.storage(), &path)?;
         let bytes = bytes.ok_or_else(|| damaged("it is missing".into()))?;
         let got = Hash::of(&bytes);
+        // Versions share this file, so its content alone says whether it is the right one.
         if got != *hash {
             return Err(damaged(format!(
                 "its hash is {}, which is not its name",

@@ -39,12 +39,14 @@ pub(super) fn find(path: &Path, reach: &Reach) -> Result<FoundCheckpoint> {
             index: None,
         });
     }
+    // A store itself, before its files could be taken for a checkpoint.
     if path.join(VERSIONS).is_dir() && (path.join(HEAD).exists() || path.join(DATA).is_dir()) {
         return Ok(FoundCheckpoint::Store);
     }
     if let Some(found) = within(path, reach)? {
         return Ok(found);
     }
+    // A directory of steps: the step that the trainer named, else the newest.
     let step = newest_step(path, reach)?;
     let at = step.as_deref().unwrap_or(path);
     if step.is_some()

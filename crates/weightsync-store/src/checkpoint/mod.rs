@@ -150,6 +150,7 @@ impl Checkpoint {
         let mut places = Vec::new();
         let mut seen: HashMap<String, usize> = HashMap::new();
         let mut unlisted = Vec::new();
+        // Each tensor comes from one file, and the index, if there is one, agrees.
         for (number, path) in names.iter().enumerate() {
             let opened = reach.open(path)?;
             let is_pickled = pickle::is_one(path, &opened);
@@ -189,6 +190,7 @@ impl Checkpoint {
                 unlisted.len()
             );
         }
+        // An index may also name tensors that no file has.
         let mut said = index.iter().flatten();
         if let Some((tensor, file)) = said.find(|(tensor, _)| !seen.contains_key(*tensor)) {
             let what =
@@ -351,6 +353,7 @@ fn extra_files(at: &Path, reach: &Reach) -> Result<Vec<(String, Vec<u8>)>> {
     let mut names = find::names(&dir)?;
     names.retain(|name| belongs_to_model(name) && dir.join(name).is_file());
     let mut files = Vec::with_capacity(names.len());
+    // The bound is for all files together.
     let mut left = MAX_EXTRA;
     for name in names {
         let path = dir.join(&name);

@@ -327,6 +327,7 @@ impl UnfinishedDirectory {
         // Somebody may have put something there meanwhile.
         match target.is_replaceable()? {
             // The directory is exchanged, and the drop removes the older one.
+            // In one step where the system has it: `out` always leads to a whole checkpoint.
             true => exchange(&self.path, &target.path).and_then(|()| {
                 let older = OpenDir::open_no_link(&self.path)?;
                 let Err(error) = check_written(&older, &target.path) else {
@@ -368,6 +369,7 @@ impl Drop for UnfinishedDirectory {
 fn exchange(new: &Path, old: &Path) -> io::Result<()> {
     match renameat_with(CWD, new, CWD, old, RenameFlags::EXCHANGE) {
         Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
+            // Without that call: for a moment nothing has the name.
             let mut aside = new.as_os_str().to_owned();
             aside.push("-old");
             fs::rename(old, &aside)?;

@@ -232,6 +232,7 @@ impl Scheme for StoreScheme {
 
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>, Error> {
         if self.settings.temporary {
+            // Stores of senders that died without removing them.
             self.sweep()?;
         }
         sender::open(self, opening)
@@ -347,6 +348,7 @@ fn encoded(value: &impl Serialize) -> Vec<u8> {
 fn is_here(storage: &dyn Storage, path: &str) -> bool {
     match storage.peer(path) {
         Ok(peer) => peer.is_some_and(|peer| peer.life() == Life::Here),
+        // What cannot be read may be alive.
         Err(_) => true,
     }
 }
@@ -392,6 +394,7 @@ fn in_use(storage: &dyn Storage, path: &str) -> StoreError {
 fn vacate(storage: &dyn Storage) -> std::io::Result<bool> {
     storage.vacate(&|| {
         let Ok(workers) = storage.list(WORKERS) else {
+            // What cannot be listed may have workers.
             return false;
         };
         let lived_in = |worker: &String| is_here(storage, &format!("{WORKERS}/{worker}/{ALIVE}"));

@@ -83,6 +83,8 @@ impl StoreReceiver {
                 waits_for_a_restart(at.address(), ended);
                 has_told = true;
             }
+            // A sender of another init info, or of an earlier epoch, is passed over: the right one
+            // may come.
             if let Some((sender, peer)) = peer.and_then(|peer| right(peer, at, joining))
                 && let Some(joined) = Self::announce(&store, sender, peer, joining)?
             {
@@ -138,6 +140,7 @@ impl StoreReceiver {
             peer,
         };
         // Dropped, it takes back what it has announced.
+        // After the announcement: the sender has seen this worker, or is seen to be gone here.
         Ok((joined.peer.life() == Life::Here).then_some(joined))
     }
 
@@ -147,6 +150,7 @@ impl StoreReceiver {
         let storage = self.store.storage();
         let bytes = storage.read(HEAD);
         let bytes = bytes.map_err(StoreError::file("reading", storage.name(HEAD)))?;
+        // Nothing is published without a new head.
         let Some(bytes) = bytes.filter(|bytes| *bytes != self.head) else {
             return Ok(None);
         };
@@ -155,6 +159,7 @@ impl StoreReceiver {
             Err(StoreError::Damaged(damage)) => return self.say_once(damage),
             head => head?,
         };
+        // Only after it was read: a head that could not be read is read again.
         self.head = bytes;
         let newest = head.newest().filter(|newest| {
             // A successor of this sender may have the store by now.
@@ -189,6 +194,7 @@ impl StoreReceiver {
         place: VersionKey,
         members: Vec<Member>,
     ) -> Result<Option<SetSnapshot>> {
+        // Also if this worker wants none of it: the next look begins behind it.
         self.seen = place.sequence;
         if !members.iter().any(|member| member.changed) {
             return Ok(None); // it was about models that this worker does not want
@@ -205,6 +211,7 @@ impl StoreReceiver {
     /// A version of every wanted model, checked; `None` if it is not there any more, or a model has
     /// none yet.
     fn read(&mut self, place: VersionKey) -> Result<Option<Found>, StoreError> {
+        // Before the manifest is read: what is there then stays until the lease ends.
         let _lease = Lease::take(&self.store.shared_storage(), place)?;
         let manifest = catalog::manifest(self.store.storage(), place)?;
         let Some(manifest) = manifest else {
@@ -213,6 +220,7 @@ impl StoreReceiver {
         let before = self.before.take();
         let spares = before.iter().flat_map(SetSnapshot::members);
         let spares: Vec<_> = spares.map(|member| member.snapshot.clone()).collect();
+        // It would keep its memory from being written again.
         drop(before);
         self.read_models(&manifest, spares)
     }
@@ -300,6 +308,7 @@ impl StoreReceiver {
         };
         let mut pause = Pause::new(self.store.storage().pauses());
         loop {
+            // Asked before the versions: what the sender sent last is not missed.
             let life = self.peer.life();
             if let Some(set) = self.newer()? {
                 if is_it(&set) {
@@ -308,6 +317,7 @@ impl StoreReceiver {
                 }
                 self.unasked = Some(set);
             }
+            // After the versions: everything that was sent comes before the sender's end.
             self.check(life)?;
             if let Some(held) = self.held.clone().filter(is_it) {
                 self.unasked = None;

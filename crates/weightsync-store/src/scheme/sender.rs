@@ -85,6 +85,7 @@ pub(super) fn open(
         ..SaveOptions::default()
     };
     let writer = Writer::claim_as(&store, options, run)?;
+    // The store counts the runs: workers join the one that the writer has got.
     about.run = writer.run();
     let presence = announce(&*storage, SENDER, &about)?;
     let place = Arc::new(WorkerDirectories(storage));
@@ -157,6 +158,7 @@ impl Publisher for StorePublisher {
         versions: &[(usize, Snapshot)],
         before: &mut dyn FnMut() -> u64,
     ) -> Result<u64> {
+        // The refusals decide how the version is saved, so they are asked for first.
         let refused = before();
         if refused > self.refused {
             // Its files may be damaged, so no version is folded onto them.

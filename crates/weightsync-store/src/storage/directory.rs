@@ -68,6 +68,7 @@ impl Directory {
         }
         let mut dir = OpenDir::open(&self.root)?;
         let (above, name) = path.rsplit_once('/').unwrap_or(("", path));
+        // By descriptor, step by step: nothing below the root is reached through a link.
         for part in above.split('/').filter(|part| !part.is_empty()) {
             let opened = match dir.dir(part) {
                 Err(error) if make && error.kind() == ErrorKind::NotFound => {
@@ -128,6 +129,7 @@ impl Directory {
                     Ok(()) | Err(TryLockError::WouldBlock) => {}
                     Err(TryLockError::Error(error)) => return Err(no_locks(error)),
                 },
+                // The store was removed in between, and is made again.
                 Err(error) if error.kind() == ErrorKind::NotFound => {}
                 Err(error) => return Err(named(error, &self.path(LOCK))),
             }
@@ -240,6 +242,7 @@ impl Storage for Directory {
             return Ok(None);
         };
         let mut bytes = Vec::new();
+        // One byte more than allowed tells a file that is too long.
         file.take(MAX_SMALL + 1).read_to_end(&mut bytes)?;
         match bytes.len() as u64 > MAX_SMALL {
             true => Err(too_large()),
@@ -253,6 +256,7 @@ impl Storage for Directory {
         file.file.write_all(new)?;
         file.file.sync_all()?;
         let _lock = self.lock()?;
+        // Under the lock: of two processes that expect the same bytes, one finds them.
         if self.read(path)?.as_deref() != old {
             return Ok(false);
         }
@@ -300,12 +304,14 @@ impl Storage for Directory {
     }
 
     fn announce(&self, path: &str, about: &[u8]) -> io::Result<Box<dyn Presence>> {
+        // Under the lock: of two processes that find nobody there, one announces itself.
         let _lock = self.lock()?;
         if let Some(peer) = self.peer(path)?
             && peer.life() == Life::Here
         {
             return Err(ErrorKind::AlreadyExists.into());
         }
+        // Locked before it gets its name, so that nobody sees it without its lock.
         let mut unfinished = self.unfinished(path)?;
         unfinished.file.write_all(about)?;
         // The clone keeps the lock of the unfinished file.
@@ -320,6 +326,7 @@ impl Storage for Directory {
         };
         let mut about = Vec::new();
         (&file).take(MAX_SMALL).read_to_end(&mut about)?;
+        // It left in order. Its announcement is what comes before this byte.
         if about.last() == Some(&LEFT) {
             about.pop();
         }
@@ -471,6 +478,7 @@ impl Upload for Uploading {
     }
 
     fn finish(mut self: Box<Self>) -> io::Result<()> {
+        // A failed sync must not make a whole file, and the system tells its error once.
         if let Some(flusher) = self.flusher.take() {
             flusher.end()?;
         }
@@ -556,10 +564,12 @@ impl Peer for DirectoryPeer {
 
     fn life(&self) -> Life {
         match self.file.try_lock_shared() {
+            // What cannot be asked counts as alive: its place is not taken.
             Err(_) => return Life::Here,
             // Held for an instant; a second process that looks may see it.
             Ok(()) => drop(self.file.unlock()),
         }
+        // The byte that says so comes after what was read.
         match self.file.metadata() {
             Ok(file) if file.len() > self.about.len() as u64 => Life::Left,
             _ => Life::Dead,
@@ -575,6 +585,7 @@ fn remove(above: &OpenDir, name: &str) -> io::Result<()> {
         dir => dir?,
     };
     let until = Instant::now() + PATIENCE;
+    // A writer that was replaced may put another file there between the two steps.
     loop {
         match dir.remove_all().and_then(|()| above.remove_dir(name)) {
             Err(error)
@@ -647,6 +658,7 @@ fn make_dirs(dir: &Path) -> io::Result<()> {
     }
     match DirBuilder::new().mode(0o700).create(dir) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error),
+        // Its name is durable, too.
         _ => above.map_or(Ok(()), sync_dir),
     }
 }

@@ -82,6 +82,7 @@ impl Store {
             };
             change(&catalog, &mut head.names)?;
             let name = || self.storage.name(HEAD);
+            // Only onto the head that was read: a version published meanwhile must not be lost.
             let swapped = self.storage.swap(HEAD, Some(&old), &seal(&head));
             if swapped.map_err(StoreError::file("writing", name()))? {
                 return Ok(());
