@@ -211,11 +211,13 @@ impl CascadeSetup {
             first,
             setup,
         } = self;
+        // The sub-workers see the trainer's numbers from the first version on.
         let numbers = first.versions();
         let mut options = SendOptions::new();
         options.numbers = numbers;
         match setup.connect_with(&set_of(&first, |_| true), options, expect, timeout) {
             Ok(sender) => {
+                // Only now: this worker counts for the trainer once its own workers are there.
                 receiver.report_applied(&first)?;
                 Ok(Cascade {
                     passing: Passing {
@@ -334,6 +336,7 @@ impl ThreadTask for PassOn {
         receiver: &mut Receiver,
         set: SetSnapshot,
     ) -> Result<()> {
+        // Its drop brings the half back, also after a panic.
         let mut lent = LentPassing {
             handoff,
             passing: handoff.lock().shared.passing.take(),
@@ -448,6 +451,7 @@ impl Passing {
         // Another run: the trainer has restarted and counts from 1 again, but numbers only grow for
         // the sub-workers.
         if let Some(run) = run.filter(|run| *run != self.run) {
+            // Numbers go on above the highest that the sub-workers were sent.
             self.lift = Lift::above(newest.iter().cloned());
             self.run = run;
         }

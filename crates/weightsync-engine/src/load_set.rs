@@ -112,6 +112,7 @@ impl<'a> SetLoader<'a> {
             })
         };
         let wanted = members.map(|member| &member.snapshot);
+        // A model that holds its version already is not loaded again.
         let wanted: Vec<&Snapshot> = wanted.filter(|snapshot| !is_held(snapshot)).collect();
         // All are compared first: a set that does not fit touches no model.
         let owns = wanted.iter().map(|snapshot| self.compared(snapshot));
@@ -164,6 +165,7 @@ impl<'a> SetLoader<'a> {
 
 /// Binds a model to a version that fits its own layout, or loads it.
 fn hand_over(snapshot: &Snapshot, own: &Layout, model: &mut dyn WeightLoader) -> Result<()> {
+    // A model that serves from the version itself needs no copy.
     if model.bind(snapshot)? {
         return Ok(());
     }

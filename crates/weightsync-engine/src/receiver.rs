@@ -202,6 +202,7 @@ impl Receiver {
 
     /// Tells the sender why this worker fails, unless the sender is gone or knows a reason already.
     fn tell_failure(&mut self, reason: &str) {
+        // The sender shows the first reason it was given.
         if self.withdrawn.is_none()
             && !self.sender_lost
             && let Err(error) = self.refuse(None, reason)
@@ -389,6 +390,7 @@ impl Receiver {
 
 impl Drop for Receiver {
     fn drop(&mut self) {
+        // Otherwise the drop of the transport tells the sender that this worker left in order.
         if std::thread::panicking() {
             self.tell_failure("it panicked");
         }

@@ -189,6 +189,8 @@ impl Report {
         match line.outcome {
             Outcome::Applied => true,
             Outcome::Staged => self.level <= WaitFor::Staged,
+            // A worker that takes only what it asks for has reached the send if it runs this
+            // version or a later one.
             Outcome::Asks => line.current,
             _ => false,
         }
@@ -247,6 +249,7 @@ impl fmt::Display for Report {
                     "applied"
                 };
                 let was = if several { "were" } else { "was" };
+                // A process that went and its successor are one worker.
                 let succeeded = self.workers.iter().filter(|line| self.is_succeeded(line));
                 let all = all - succeeded.count();
                 let reached = self.workers.iter().filter(|line| self.reached(line));

@@ -141,6 +141,7 @@ impl Shard {
         part: &[(safetensors::Dtype, usize, &TensorSpec)],
         metadata: &HashMap<String, String>,
     ) -> Result<Self, BoxedError> {
+        // Offsets count from the end of the header, without gaps: the format allows none.
         let mut end = 0;
         let infos = part.iter().map(|(dtype, _, tensor)| {
             let start = end;

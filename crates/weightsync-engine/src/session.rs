@@ -125,6 +125,7 @@ impl Session {
     /// those of [`SenderSetup::new`] and [`SenderSetup::scheme`].
     pub fn init_on_sender(&mut self, model: &str, source: &dyn WeightExtractor) -> Result<()> {
         let setup = match &self.state {
+            // A clone: if this fails, the session stays as it was.
             SessionState::PreparedSender(setup) if !setup.has(model) => {
                 (**setup).clone().add_model(model, source)?
             }
@@ -229,6 +230,8 @@ impl Session {
                 }?;
                 self.state = SessionState::Opened(Box::new(sender));
             }
+            // The first version is published. These weights are only compared, so that a mistake
+            // shows now.
             SessionState::Opened(sender) => sender.check(weights.members())?,
             state => return Err(state.wrong("connect_sender")),
         }
@@ -254,6 +257,7 @@ impl Session {
     ///
     /// [`Error::WrongOrder`], and those of [`ReceiverSetup::connect`].
     pub fn connect_receiver(&mut self, timeout: Option<Duration>) -> Result<()> {
+        // A clone of the setup connects, so that a failed call leaves the session prepared.
         let SessionState::PreparedReceiver(setup) = &self.state else {
             return Err(self.state.wrong("connect_receiver"));
         };
@@ -522,6 +526,7 @@ struct WireSession {
 
 impl Serialize for Session {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        // A scheme given as a value may have settings that no text has: this refuses it here.
         let scheme = match &self.chosen {
             Some(scheme) => scheme.text().map_err(ser::Error::custom)?,
             None => self.scheme.clone(),
@@ -537,6 +542,7 @@ impl Serialize for Session {
 impl<'de> Deserialize<'de> for Session {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         let WireSession { scheme, info } = WireSession::deserialize(deserializer)?;
+        // The text comes from another process.
         if scheme.is_empty() || scheme.len() > MAX_TEXT {
             let len = scheme.len();
             let words = format!("a scheme of {len} bytes, expected 1 to {MAX_TEXT}");

@@ -201,6 +201,7 @@ impl SenderSetup {
         let place = place_of(model, self.models.iter().map(|one| &one.prepared.id))?;
         let found = &mut self.models[place];
         let sent = source.attributes()?.sent_layout(&source.layout()?)?;
+        // A registered source of another model would only fail at the first send.
         compare(&found.prepared, &sent)?;
         found.source = Some(Arc::new(source));
         Ok(self)
@@ -226,6 +227,7 @@ impl SenderSetup {
     /// run directory is set and the scheme cannot find a restarted trainer.
     pub fn scheme(mut self, scheme: impl Into<AnyScheme>) -> Result<Self> {
         let scheme = scheme.into();
+        // Refused here if a worker could not read it back from the init info.
         scheme.text()?;
         self.scheme = scheme;
         self.placed()
@@ -495,6 +497,7 @@ impl SenderSetup {
 
     /// Replaces a model's source. All other settings stay.
     pub(crate) fn replacing(mut self, model: &str, source: &dyn WeightExtractor) -> Result<Self> {
+        // The cast belongs to the setup, and so to the new source as well.
         let mut new = SetupModel::new(model, source)?.cast(self.cast)?;
         for old in &mut self.models {
             if old.prepared.id == new.prepared.id {

@@ -309,6 +309,7 @@ impl ReceiverSetup {
         };
         let indices = wanted.iter().map(|id| place_of(id, known));
         let indices = indices.collect::<Result<Vec<_>>>()?;
+        // A model that is named twice would have two places in each set.
         let mut places = indices.iter().enumerate();
         if let Some((_, twice)) = places.find(|(at, index)| indices[..*at].contains(index)) {
             return Err(Error::SameModelTwice {

@@ -40,6 +40,7 @@ impl Sender {
         let mut groups: Vec<(&'a dyn WeightExtractor, Vec<WorkerId>)> = Vec::new();
         for (worker, source) in weights {
             let worker = worker.into();
+            // The second source would replace the first at that worker.
             if groups.iter().any(|(_, known)| known.contains(&worker)) {
                 return Err(Error::SameWorkerTwice { worker });
             }
@@ -107,6 +108,7 @@ impl Sender {
         for (source, workers) in groups {
             let members = Members::One(*source);
             let models = &self.setup.models;
+            // As the publication does it, but nothing is read.
             for (index, source) in resolve(members, options.model.as_deref(), models)? {
                 let prepared = &self.setup.models[index].prepared;
                 publish::check(prepared, source, options.partial)?;

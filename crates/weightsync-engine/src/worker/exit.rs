@@ -93,6 +93,7 @@ pub(super) struct StderrTail {
 impl StderrTail {
     /// Takes in what was read, and calls `on_line` for every line it completes.
     pub(super) fn push(&mut self, bytes: &[u8], on_line: Option<&mut dyn FnMut(&str)>) {
+        // One read may be longer than all that is kept.
         let kept = &bytes[bytes.len().saturating_sub(STDERR_TAIL)..];
         let excess = (self.tail.len() + kept.len()).saturating_sub(STDERR_TAIL);
         self.tail.drain(..excess);

@@ -106,6 +106,7 @@ impl Segment {
 
 impl SenderTransport for Segment {
     fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>> {
+        // Taken first: the staging borrows the writer, and any thread may wait for the publication.
         let waiter = self.writer.waiter();
         let (writer, named) = (&mut self.writer, &self.models);
         let slots = writer.stage(models, deadline);
@@ -201,6 +202,7 @@ impl Staging for SegmentStaging<'_> {
         sources: &[Source<'_>],
         mut options: CopyOptions,
     ) -> Result<()> {
+        // A transport that passes versions on needs checksums whatever this send asks for.
         options.checksums |= self.checksums;
         Ok(self.slots.write(model, sources, options)?)
     }
