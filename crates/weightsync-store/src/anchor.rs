@@ -55,6 +55,7 @@ pub(crate) fn write(
             source,
         })
     };
+    // One file, or shards that are cut by the budget, as other programs expect them.
     let shards = Shard::cut(layout, budget, &metadata).map_err(unable)?;
     let mut files = Vec::new();
     let mut map = serde_json::Map::new();
@@ -64,6 +65,7 @@ pub(crate) fn write(
             1 => format!("model{SAFETENSORS}"),
             count => format!("model-{:05}-of-{count:05}{SAFETENSORS}", index + 1),
         };
+        // The index says for each tensor which file has it.
         for &tensor in &shard.tensors {
             let tensor = layout.tensors()[tensor].name.clone();
             map.insert(tensor, name.clone().into());
@@ -75,6 +77,7 @@ pub(crate) fn write(
         let parts = std::iter::once(&shard.header[..]).chain(tensors);
         files.push(write_file(storage, dir, &name, parts)?);
     }
+    // A single file needs no index: programs find it by its name.
     if shards.len() > 1 {
         let index = serde_json::json!({
             "metadata": { "total_size": layout.payload_bytes() },
@@ -99,6 +102,7 @@ pub(crate) fn write_file<'a>(
     parts: impl Iterator<Item = &'a [u8]>,
 ) -> Result<FileEntry> {
     let path = format!("{dir}{name}");
+    // Made of the bytes as they are written, so that a later check of the file needs no version.
     let mut crc = Crc64::new();
     let mut bytes = 0;
     let write = || -> io::Result<()> {
@@ -172,6 +176,7 @@ impl StoredBase {
     /// Whether `stored` is this version with further deltas, or none.
     pub(crate) fn is_below(&self, stored: &Stored) -> bool {
         let own = &self.stored;
+        // Then the base's bytes are those after the first of these deltas.
         own.model == stored.model
             && own.spec == stored.spec
             && own.anchor == stored.anchor
@@ -205,6 +210,7 @@ pub(crate) fn read(
         Some(shards) => read_shards(storage, shards, &mut image, deltas.is_empty())?,
         None => Digester::new(layout.bytes()),
     };
+    // A version without deltas is the anchor itself.
     if base.is_some() || !deltas.is_empty() {
         let base = base.map(|base| base.snapshot.bytes());
         digester = match fold(storage, &deltas, base, &mut image) {
@@ -255,12 +261,14 @@ pub(crate) fn open_shards(
     layout: &Layout,
 ) -> Result<Vec<OpenShard>> {
     let mut shards = Vec::new();
+    // Every tensor has to come from one file, no more and no less.
     let mut found = vec![false; layout.len()];
     let files = stored.anchor.files.iter();
     for file in files.filter(|file| file.name.ends_with(SAFETENSORS)) {
         let path = stored.anchor.at.file(&stored.model, &file.name);
         let blob = open(storage, &path, file.bytes)?;
         let mut failed = None;
+        // An error of the storage must not be told as damage: it is kept apart.
         let header = SafetensorsHeader::read(file.bytes, &mut |at, place| {
             let read = blob.read_at(at, place);
             read.map_err(|error| {
@@ -313,6 +321,7 @@ pub(crate) fn open(storage: &dyn Storage, path: &str, bytes: u64) -> Result<Box<
         _ => StoreError::file("opening", name())(error),
     })?;
     let blob = blob.ok_or_else(|| Damage::new(name(), "it is missing"))?;
+    // The cheapest check comes first: a file that was cut short is found without a read.
     match blob.bytes() == bytes {
         true => Ok(blob),
         false => {
@@ -337,6 +346,7 @@ fn read_shards(
         place: &'a mut [u8],
     }
     let layout = image.layout().clone();
+    // Cut into pieces, so that threads share large tensors, too.
     let mut places: Vec<_> = image.tensors_mut().into_iter().map(Some).collect();
     let mut jobs = Vec::new();
     for shard in shards {
@@ -440,6 +450,7 @@ fn fold(
     image: &mut Image,
 ) -> Result<Digester> {
     let layout = image.layout().clone();
+    // Spans do not touch each other, so threads take them in any order.
     let spans = image.bytes_mut().chunks_mut(SPAN as usize).enumerate();
     let spans = Mutex::new(spans);
     let all = Mutex::new(Ok(Digester::new(layout.bytes())));
@@ -488,7 +499,7 @@ pub(crate) fn apply(
     scratch: &mut Scratch,
 ) -> Result<()> {
     let (offset, len) = index.part(span);
-    // Most spans of most deltas did not change, and need no read.
+    // A span that did not change needs no read.
     if len == 0 {
         return Ok(());
     }
@@ -511,6 +522,7 @@ pub(crate) fn cut_short(storage: &dyn Storage, path: &str, error: io::Error) -> 
 /// Finds the file that is not what was written there.
 pub(crate) fn blame(storage: &dyn Storage, stored: &Stored) -> Result<Option<Damage>> {
     for (path, bytes, crc64) in stored.files() {
+        // The first file that is not as it was written.
         if let Some(damage) = check_file(storage, &path, bytes, crc64, &mut |_| Ok(()))? {
             return Ok(Some(damage));
         }
@@ -545,6 +557,7 @@ pub(crate) fn check_file(
         opened => opened?,
     };
     let mut crc = Crc64::new();
+    // Piece by piece: files are larger than the memory that a check may take.
     let mut piece = vec![0; PIECE];
     let mut at = 0;
     while at < bytes {

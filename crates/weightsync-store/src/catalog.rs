@@ -88,6 +88,7 @@ impl Catalog {
                 catalog.places = listed.filter(|place| head.has(*place)).collect();
                 catalog.names = head.names.clone();
                 let (count, got) = (head.count, catalog.places.len() as u64);
+                // The newest version is what readers want, so its absence is told by name.
                 if let Some(newest) = head.newest()
                     && catalog.places.last() != Some(&newest)
                 {

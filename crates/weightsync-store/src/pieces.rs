@@ -162,6 +162,7 @@ impl StoredWeights {
     #[must_use]
     pub fn resume(mut self, known: &Arc<Comparison>) -> Self {
         let of = |one: &Comparison| (one.digest, one.bytes);
+        // Sums of another version would call these files damaged.
         if of(known) == of(&self.comparison) {
             self.comparison = known.clone();
         }
@@ -178,6 +179,7 @@ impl StoredWeights {
     ///
     /// Those of [`compare`](Self::compare).
     pub fn piece(&self, piece: usize) -> Result<Vec<u8>> {
+        // Nothing is handed out before the whole version was compared with its digest.
         let expected = self.sums(&|| true)?[piece];
         let mut bytes = Vec::new();
         self.read(piece, &mut bytes, &mut Scratch::new())?;
@@ -236,6 +238,7 @@ impl StoredWeights {
         let (start, end) = (range.start as u64, range.end as u64);
         let mut open: Option<(usize, Box<dyn Blob>)> = None;
         let all = layout.tensors();
+        // Tensors are in order, so those before the piece are skipped by halves.
         let first = all.partition_point(|tensor| tensor.range.offset + tensor.range.len <= start);
         for (tensor, (shard, offset)) in all.iter().zip(&self.tensors).skip(first) {
             let from = start.max(tensor.range.offset);

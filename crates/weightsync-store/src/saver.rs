@@ -103,6 +103,7 @@ impl Saver {
     /// already is left out, and one that is lower than that fails.
     pub fn save(&self, models: Vec<Snapshot>) -> Saving {
         let saving = Saving(Arc::default());
+        // A forked child has no thread that would save anything.
         if let Err(error) = self.owner.check() {
             let error = weightsync_engine::Error::from(error);
             saving.end(SaveOutcome::Failed(Arc::new(error.into())));

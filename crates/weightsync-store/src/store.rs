@@ -267,6 +267,7 @@ impl Store {
                 Err(error) => return Err(error),
             }
         }
+        // Read from the newest on, and told in order.
         found.versions.reverse();
         Ok(found)
     }
@@ -474,6 +475,7 @@ impl Store {
                         }
                     }
                 }
+                // An older version is better than none, and the damage is told.
                 Err(StoreError::Damaged(found)) => {
                     finding::note(found, &mut damage);
                     catalog.places.pop();
@@ -536,6 +538,7 @@ impl Store {
         spare: Option<Image>,
         base: Option<&StoredBase>,
     ) -> Result<Snapshot> {
+        // The layout first: it says how large the image is, and what the files must have.
         let spec = self.spec(&stored.model, &stored.spec)?;
         self.begins(Work::Reads, stored.read_bytes(base))?;
         let image = anchor::read(self.storage(), manifest.place, stored, &spec, spare, base)?;
@@ -561,6 +564,7 @@ impl Store {
         }
         let spec: ModelSpec = serde_json::from_slice(&bytes)
             .map_err(|error| damaged(format!("it is not what a store writes: {error}")))?;
+        // A file of the right hash may still be that of another model.
         match spec.id == *model {
             true => Ok(spec),
             false => Err(damaged(format!("it is of {}, expected {model}", spec.id)).into()),

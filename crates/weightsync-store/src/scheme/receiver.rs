@@ -114,6 +114,7 @@ impl StoreReceiver {
             run: sender.run,
             wanted: joining.wanted.clone(),
         };
+        // A new directory each time: a worker that comes back is not taken for the one before.
         let own = worker_dir(about.worker)?;
         let path = format!("{own}/{ALIVE}");
         let announced = store.storage().announce(&path, &encoded(&about));
@@ -242,6 +243,7 @@ impl StoreReceiver {
                 .held
                 .as_ref()
                 .map(|held| &held.members()[index].snapshot);
+            // A model whose version did not change is not read again.
             let held = held.filter(|held| held.version() == stored.version);
             let snapshot = match held {
                 Some(held) => held.clone(),
@@ -280,6 +282,7 @@ impl StoreReceiver {
             self.travelled.fetch_add(bytes, Ordering::Relaxed);
             self.store.load_model(manifest, stored, spare, base)
         };
+        // Only the changes since then are read.
         let base = base.filter(|base| base.is_below(stored));
         match load(spare, base) {
             // The program may have written into the base, which is its own memory, too.
@@ -394,6 +397,7 @@ impl StoreReceiver {
 
     /// Passes a publication over that cannot be read, and says so.
     fn give_up<T>(&mut self, place: VersionKey, error: Error) -> Result<T> {
+        // It is not tried again: the sender saves the next version whole.
         self.seen = place.sequence;
         let reason = error.to_string();
         self.status.refused = Some((place.sequence, cut(&reason)));

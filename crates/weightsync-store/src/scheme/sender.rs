@@ -84,9 +84,11 @@ pub(super) fn open(
             .at_least(opening.options.history),
         ..SaveOptions::default()
     };
+    // From here on the sender before is fenced off.
     let writer = Writer::claim_as(&store, options, run)?;
     // The store counts the runs: workers join the one that the writer has got.
     about.run = writer.run();
+    // Workers join from here on.
     let presence = announce(&*storage, SENDER, &about)?;
     let place = Arc::new(WorkerDirectories(storage));
     let roster = Arc::new(Roster::new(place, writer.run(), about.models.len()));
@@ -165,6 +167,7 @@ impl Publisher for StorePublisher {
             self.refused = refused;
             self.writer.save_whole_next();
         }
+        // All models of the publication become one version of the store.
         let snapshots = versions.iter().map(|(_, snapshot)| snapshot.clone());
         let snapshots: Vec<_> = snapshots.collect();
         Ok(self.writer.save(&snapshots)?.sequence)

@@ -115,6 +115,7 @@ impl Directory {
     ) -> io::Result<Option<LockedFile>> {
         let until = Instant::now() + PATIENCE;
         loop {
+            // Opened again each time: the file may be another one by now.
             let opened = match root() {
                 Ok(Some(dir)) => dir.file_or_new(LOCK),
                 Ok(None) => return Ok(None),
@@ -154,6 +155,7 @@ impl Directory {
 
     /// Whether a temporary store of this user is here.
     fn temporary(&self) -> io::Result<Temporary> {
+        // The name alone proves nothing. Without it nothing else is looked at.
         if !is_temporary(name_of(&self.root)) {
             return Ok(Temporary::Foreign(NO_NAME.into()));
         }
@@ -192,6 +194,7 @@ impl Directory {
             }
         };
         let name = name_of(&self.root);
+        // By descriptor and inode: the path may lead elsewhere by the time something is removed.
         let (above, own) = (root.above()?, root.inode()?);
         let is_there = || found(above.inode_of(name)).map(|there| there == Some(own));
         // What was being removed when its process was killed has no lock any more.
@@ -221,6 +224,7 @@ impl Directory {
             }
             return Ok(false);
         }
+        // Only now is anything removed.
         root.remove_all()?;
         above.remove_dir(&going).map(|()| true)
     }
@@ -365,6 +369,7 @@ impl Storage for Directory {
             file.sync_all()?;
         }
         let path = self.path(path);
+        // Directories above the store may have been made for it. On another device they were there.
         let device = |dir: &Path| fs::metadata(dir).ok().map(|dir| dir.dev());
         let own = device(&self.root);
         for dir in path.ancestors().skip(1) {
@@ -531,6 +536,7 @@ impl LockedFile {
 
 impl Drop for LockedFile {
     fn drop(&mut self) {
+        // A forked child would release the parent's lock.
         if self.owner.is_here() {
             let _ = self.file.unlock();
         }

@@ -68,6 +68,7 @@ impl Store {
     ) -> Result<()> {
         loop {
             let catalog = Catalog::read(self.storage())?;
+            // Without a head, names are read from manifests and cannot be changed.
             let Some((old, mut head)) = catalog.head.clone() else {
                 return match catalog.damage.into_iter().next() {
                     Some(Damage { file, what }) => {

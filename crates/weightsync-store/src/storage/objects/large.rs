@@ -249,6 +249,7 @@ impl Opened {
             let len = WINDOW.max(place.len() as u64).min(self.meta.size - offset);
             let mut bytes = Vec::with_capacity(usize::try_from(len).unwrap_or(0));
             self.read(offset, len, &mut |piece| bytes.extend_from_slice(piece))?;
+            // The last two windows are kept.
             windows.truncate(1);
             windows.push_front((offset, bytes.into()));
         }

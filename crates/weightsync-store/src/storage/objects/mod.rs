@@ -121,6 +121,7 @@ impl Objects {
     fn key(&self, path: &str) -> io::Result<Path> {
         let key = self.place.key(path);
         let parsed = Path::parse(&key).ok();
+        // A path that the client would spell in another way would be another object.
         let parsed = parsed.filter(|parsed| parsed.as_ref() == key);
         parsed.ok_or_else(|| {
             io::Error::new(
@@ -207,6 +208,7 @@ async fn fetch(store: &dyn ObjectStore, key: &Path) -> Result<Option<Read>, Erro
     let Some(got) = found(store.get_opts(key, GetOptions::default()).await)? else {
         return Ok(None);
     };
+    // Before its bytes are taken.
     if got.meta.size > MAX_SMALL {
         return Err(Error::Generic {
             store: "object store",
@@ -449,6 +451,7 @@ impl Storage for Objects {
         if !empty() {
             return Ok(false);
         }
+        // The mark keeps others from coming in while everything is removed.
         let mark = match presence::announce(self, VACATING, b"vacating") {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => return Ok(false),
             mark => mark?,
