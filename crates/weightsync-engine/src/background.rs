@@ -214,6 +214,7 @@ impl<M: Send + Sync + 'static> Background<M> {
     /// [`write`](Self::write).
     pub fn read(&self) -> Result<ModelGuard<'_, M>> {
         let handoff = self.follower.handoff()?;
+        // The permit decides who is with the models. The lock behind it is then free.
         let permit = ModelPermit::take(handoff, ModelAccess::Shared, "Background::read", None)?;
         match self.hold.held.read() {
             Ok(held) if held.whole => Ok(ModelGuard {
@@ -409,6 +410,7 @@ impl<M: Send + Sync + 'static> Background<M> {
         }
         let until = deadline(timeout);
         let declared = self.when == SafePoints::Declared;
+        // Whether this wait has asked other threads to let the staged set go first.
         let mut asked = false;
         let found = loop {
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));

@@ -439,6 +439,7 @@ impl Passing {
                 Err(Error::Interrupted)
             }
             Err(error) => {
+                // The trainer's report has the reason on this worker's line.
                 receiver.refuse(Some(set), &format!("it could not pass it on: {error}"))?;
                 Err(error)
             }
@@ -446,6 +447,7 @@ impl Passing {
     }
 
     fn send(&mut self, set: &SetSnapshot) -> Result<Option<Report>> {
+        // What the sub-workers were sent, by their own numbers.
         let newest: Vec<_> = self.sender.newest().collect();
         let run = set.members().first().map(|member| member.snapshot.run());
         // Another run: the trainer has restarted and counts from 1 again, but numbers only grow for
@@ -473,6 +475,7 @@ impl Passing {
         // could not pass on.
         let wanted = |model: &ModelId| numbers.iter().any(|(id, _)| id == model);
         let weights = set_of(set, wanted);
+        // The trainer is told only what all sub-workers run, so this waits for them.
         let mut options = SendOptions::new().wait(WaitFor::Applied);
         options.numbers = numbers.clone();
         self.sender.send_with(&weights, &options).map(Some)

@@ -199,6 +199,8 @@ impl OpenDir {
     }
 
     fn open_file(&self, name: &OsStr, flags: OFlags, mode: u32) -> io::Result<File> {
+        // No link, no wait for a FIFO's writer, no terminal, and nothing for programs that are
+        // started.
         let safe = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let mode = Mode::from_raw_mode(mode as _);
         match rustix::fs::openat(&self.0, name, flags | safe, mode) {
@@ -464,6 +466,7 @@ pub fn remove_unfinished(dir: &OpenDir, start: &str) -> io::Result<()> {
     for entry in dir.entries()? {
         let name = entry.name.to_str();
         let rest = name.and_then(|name| name.strip_prefix(start));
+        // Only names of this form: everything else in the directory is the user's.
         if !entry.is_file || !rest.is_some_and(is_unique) {
             continue;
         }
@@ -524,6 +527,7 @@ pub fn create(
 fn beside(path: &Path, mode: u32) -> io::Result<Unfinished> {
     let name = path.file_name().ok_or(ErrorKind::IsADirectory)?;
     let above = path.parent().filter(|above| !above.as_os_str().is_empty());
+    // Kept open: the file is renamed in this directory, wherever its path leads by then.
     let dir = OpenDir::open(above.unwrap_or(Path::new(".")))?;
     let start = format!(".{}.weightsync-", name.to_string_lossy());
     // It is of no use, and no reason to fail.

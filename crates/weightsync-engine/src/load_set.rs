@@ -129,6 +129,7 @@ impl<'a> SetLoader<'a> {
                 Err(error) if at == 0 => return Err(untouched(error)),
                 Err(error) => return Err(touched(error)),
             };
+            // From here on a failure leaves a model that may be half written.
             hand_over(snapshot, own, model).map_err(touched)?;
         }
         Ok(())

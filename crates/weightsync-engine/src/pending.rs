@@ -183,6 +183,7 @@ impl InFlight {
         let Some(level) = wait.level() else {
             return self.settle(wait, until);
         };
+        // The first look waits as long as the send may wait for room in queues.
         let mut lines = self.look(level, self.first(until))?;
         if !lines.iter().all(|line| line.outcome.is_final(level)) {
             // These lines stand, whatever the worker does during the second look.
@@ -194,8 +195,10 @@ impl InFlight {
             }
             // No caller can wait for this send again.
             self.give_up()?;
+            // The second look has what giving up has decided.
             lines = self.lines(level, until)?;
         }
+        // Publications of one send may list their workers in any order.
         lines.sort_by_key(|line| line.worker);
         let report = Report {
             versions: self.versions,
@@ -235,6 +238,7 @@ impl InFlight {
         let Some(level) = wait.level() else {
             return Ok(true);
         };
+        // Here, because no other call may come: a program may only ask whether the send is settled.
         if self.is_over() {
             self.late(level)?;
             self.give_up()?;

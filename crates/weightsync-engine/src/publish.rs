@@ -100,6 +100,7 @@ pub(crate) fn check(
     if !partial && known_bytes(prepared, weights).is_some() {
         return Ok(());
     }
+    // By what the source says of itself. The bytes are not touched.
     let got = TiedOnce::new(weights, &prepared.attributes).layout()?;
     if !partial {
         return compare(prepared, &got);
@@ -196,6 +197,7 @@ fn converted(
     ordered: &[NextTensor<'_, '_>],
     take: &mut Take<'_>,
 ) -> Result<()> {
+    // Every closure is made before the first is lent: the sources borrow them.
     let specs = prepared.layout.tensors();
     let pairs = ordered.iter().zip(specs);
     let fills = pairs.map(|(part, spec)| {

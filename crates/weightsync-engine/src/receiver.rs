@@ -250,6 +250,7 @@ impl Receiver {
                 return Ok(Some(initial));
             }
             // An error of the sender is left for the next call to return.
+            // Without a wait: what came since the join replaces the initial weights.
             let newer = self.transport.next(Some(Instant::now())).ok().flatten();
             return Ok(Some(newer.unwrap_or(initial)));
         }
@@ -335,6 +336,7 @@ impl Receiver {
     /// Asks for the set with a version of a model, without saying that this
     /// worker runs it.
     fn ask(&mut self, pull: &Pull) -> Result<Option<SetSnapshot>> {
+        // Refused before a sender is looked for.
         if !self.scheme.capabilities().pull {
             return Err(Error::unsupported("asking for a version", &self.scheme));
         }
@@ -363,6 +365,7 @@ impl Receiver {
     }
 
     fn note_loss(&mut self, error: Option<&Error>) {
+        // Noted with the first error, so that the next call looks for a successor.
         if let Some(Error::SenderClosed | Error::SenderDied { .. }) = error {
             self.sender_lost = true;
             self.sender_closed = matches!(error, Some(Error::SenderClosed));

@@ -217,6 +217,7 @@ pub(crate) fn anonymous_run() -> Result<Run> {
 pub(crate) fn next_run(dir: &Path, until: Option<Instant>) -> Result<Run> {
     let path = dir.join(EPOCH.name);
     let LockedRunFile(file) = &mut locked(dir, EPOCH, until)?;
+    // Bounded: a wrong file must not fill the memory.
     let mut text = String::new();
     Read::by_ref(file)
         .take(MAX_EPOCH_FILE)
@@ -274,6 +275,7 @@ fn shared_bytes(dir: &Path) -> Result<[u8; 32]> {
             source: "it is not 32 bytes long; remove it while no trainer runs".into(),
         });
     }
+    // The first process of the directory makes the key, under its lock. All others read it.
     let fresh: [u8; 32] = random()?;
     file.write_all(&fresh).map_err(failed("writing", &path))?;
     file.sync_all().map_err(failed("writing", &path))?;
@@ -305,6 +307,7 @@ const WRITABLE_BY_OTHERS: Mode = Mode::WGRP.union(Mode::WOTH);
 /// Opens a file of the run directory, for this user alone, under a lock that
 /// ends with the file.
 fn locked(dir: &Path, entry: RunFile, until: Option<Instant>) -> Result<LockedRunFile> {
+    // For this user alone: its files decide who may send.
     match DirBuilder::new().mode(0o700).create(dir) {
         Err(error) if error.kind() == ErrorKind::NotFound => {
             // A path with a typing error would lead its workers to nobody, for ever.
@@ -325,6 +328,7 @@ fn locked(dir: &Path, entry: RunFile, until: Option<Instant>) -> Result<LockedRu
     let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
     let opened = openat(CWD, dir, OFlags::RDONLY | flags, Mode::empty())
         .map_err(|errno| failed("opening the run directory", dir)(errno.into()))?;
+    // A directory that others may write in could get another key or epoch.
     check_owner(&opened, dir, FileType::Directory, WRITABLE_BY_OTHERS, "700")?;
 
     let path = dir.join(entry.name);

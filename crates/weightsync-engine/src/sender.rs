@@ -218,6 +218,7 @@ impl Sender {
         since: Instant,
         until: Deadline,
     ) -> Result<()> {
+        // Where the first weights come with the first send, a worker counts as soon as it is there.
         let first = self.setup.scheme.scheme().first_weights();
         let counts =
             |worker: &WorkerStatus| worker.is_ready() || first == FirstWeights::AtFirstSend;
@@ -233,11 +234,14 @@ impl Sender {
             // Workers that left in order before this wait began belong to an earlier wait.
             all = there.joined;
             let here = there.workers.iter().filter(|worker| counts(worker));
+            // A worker may load the first version and leave in order while others still join: it
+            // counts.
             let left = there.gone.iter().filter(|gone| {
                 gone.joined > before && gone.how == Outcome::Left && counts(&gone.status)
             });
             let left = left.map(|gone| &gone.status);
             let ready: BTreeSet<_> = here.chain(left).map(|worker| worker.worker).collect();
+            // Only those that are new since the last look are logged.
             let known = std::mem::replace(&mut joined, ready.into_iter().collect());
             log_joined(&there.workers, &known, &joined, expect);
             gone = not_back(there, expect);
@@ -260,6 +264,7 @@ impl Sender {
         if !refusals.is_empty() {
             return Err(Error::Refused { model, refusals });
         }
+        // Nothing is undone: a caller that keeps the sender may wait again.
         Err(Error::MissingWorkers {
             model,
             expected: expect.len(),
@@ -360,6 +365,7 @@ fn not_back(there: &Attendance, expect: &Expect) -> Vec<WorkerReport> {
     // Of a number that went several times, the last.
     let last = there.gone.iter().map(|gone| (gone.status.worker, gone));
     let last: BTreeMap<_, _> = last.collect();
+    // A worker that came back is missing no more.
     let is_back = |worker: &WorkerId| there.workers.iter().any(|one| one.worker == *worker);
     let gone = last.into_iter().filter(|(worker, gone)| {
         gone.how != Outcome::Left && expect.includes(*worker) && !is_back(worker)

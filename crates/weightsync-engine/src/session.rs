@@ -235,6 +235,7 @@ impl Session {
             SessionState::Opened(sender) => sender.check(weights.members())?,
             state => return Err(state.wrong("connect_sender")),
         }
+        // Taken out, because the wait needs it whole. Every way out puts a state back.
         match std::mem::replace(&mut self.state, SessionState::Closed) {
             SessionState::Opened(mut sender) => {
                 let connected = sender.wait_until(&expect, since, until);

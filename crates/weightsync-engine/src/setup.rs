@@ -453,6 +453,7 @@ impl SenderSetup {
         };
         let specs: Vec<_> = self.models.iter().map(SetupModel::spec).collect();
         let scheme = self.scheme.to_string();
+        // Made first: a transport may answer for the status from its first moment on.
         let history = Arc::new(SendHistory::new(&scheme, self.at.address(), &specs));
         let transport = self.scheme.scheme().open(&Opening {
             at: &self.at,
@@ -463,6 +464,7 @@ impl SenderSetup {
         })?;
         // A place that counts the runs has the last word.
         let run = transport.run().unwrap_or(run);
+        // An earlier sender may have left versions, as in a store: the numbers go on from there.
         let newest = (0..specs.len()).map(|model| transport.version(model));
         history.opened(run.to_string(), newest);
         let mut sender = Sender::new(self, transport, run, history);

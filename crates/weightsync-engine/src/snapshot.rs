@@ -195,6 +195,7 @@ impl Snapshot {
             SnapshotMemory::Own(own) => Arc::get_mut(own),
             SnapshotMemory::Slot(_) => None,
         };
+        // Memory that is shared, or too large or small, is left to those who hold it.
         let Some(own) = own.filter(|own| own.image.layout() == slot.layout()) else {
             return lent.to_owned_copy();
         };

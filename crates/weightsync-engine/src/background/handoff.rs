@@ -252,6 +252,7 @@ impl<B> ReceiverHandoff<B> {
         inner: MutexGuard<'a, HandoffState<B>>,
         left: Option<Duration>,
     ) -> Result<MutexGuard<'a, HandoffState<B>>> {
+        // Only a thread of the worker may have a check for interruptions here.
         if interrupt::is_due() {
             // Asked without the lock: the check may need this lock.
             drop(inner);

@@ -128,6 +128,7 @@ impl Quantised {
             return Ok(());
         }
         let mut tiles = Tiles::open(self, source)?;
+        // A block's scale is known once its tile is read, and the tile is then still at hand.
         let known = match (scales.get(), self.to) {
             (Some(known), _) => Some(known.clone()),
             // The largest magnitude of all is known at the end alone.

@@ -276,6 +276,7 @@ fn lend(
     take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>,
 ) -> Result<()> {
     type Read<'a> = Box<dyn Fn(&mut [u8]) -> io::Result<()> + Sync + 'a>;
+    // One cell for each quantised tensor: its values and its scales meet there.
     let scales = plan.no_scales();
     // One call for each target. It is made when the target's place is there, straight into that
     // place.

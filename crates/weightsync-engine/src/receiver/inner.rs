@@ -38,6 +38,7 @@ impl Receiver {
         // An earlier thread may have expected an interrupt. To skip the next one here could skip
         // the interrupt that ends this thread; one too many only makes the caller look again.
         self.interrupted = false;
+        // The usual case: the sender is there, and the transport waits.
         if !self.sender_lost {
             return match self.next(None) {
                 Ok(Some(set)) => Ok(Followed::Set(set)),

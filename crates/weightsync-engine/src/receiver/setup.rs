@@ -193,6 +193,7 @@ impl ReceiverSetup {
             }
         };
         let scheme = scheme.clone();
+        // Another sender may come after one that died before its first version.
         let (transport, initial) = loop {
             match self.begin(&scheme, since, until) {
                 // Before its first version: there is another to wait for.

@@ -150,6 +150,7 @@ impl Sender {
                 workers: Vec::new(),
             });
         }
+        // The caller is asked once for each device.
         let mut devices: Vec<(&str, &'a dyn WeightExtractor)> = Vec::new();
         let each = workers.iter().map(|status| {
             let device = status.device.as_str();

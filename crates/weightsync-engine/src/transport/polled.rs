@@ -380,6 +380,7 @@ impl<P: Publisher> Staging for StagedSet<'_, P> {
             let refused = workers.iter().filter_map(|worker| worker.look().1.refused);
             refused.map(|(sequence, _)| sequence).max().unwrap_or(0)
         };
+        // This makes the versions live.
         let sequence = sender.publisher.publish(&published, &mut before)?;
         let versions = published.iter();
         let versions: Vec<_> = versions
@@ -432,6 +433,7 @@ impl Outstanding for PolledPublication {
         // One look first: a settled send never sleeps.
         let lines = self.workers.iter().map(|worker| self.line(worker, level));
         let mut lines: Vec<_> = lines.collect();
+        // A worker that is late since an earlier send is not waited for.
         let awaited = |line: &WorkerReport| !line.outcome.is_final(level) && line.late.is_none();
         let mut pause = Pause::new(self.roster.place.pauses());
         while lines.iter().any(awaited) && pause.until(deadline)? {
@@ -480,6 +482,7 @@ impl PolledPublication {
         // The last refusal may be of a later publication. The worker has passed this one over, too.
         let refused = words.refused.as_ref();
         let refused = refused.filter(|(sequence, _)| *sequence >= self.sequence);
+        // The furthest step counts: what was applied stays applied, whatever came later.
         let outcome = if words.applied >= self.sequence {
             Outcome::Applied
         } else if let Some(reason) = words.rejected.as_ref().or(refused.map(|(_, why)| why)) {
@@ -501,6 +504,7 @@ impl PolledPublication {
                 Life::Here => Outcome::Late,
             }
         };
+        // Passed over if it was late before and has said nothing new since.
         let late = match outcome {
             Outcome::Late if !self.waits_for_late => {
                 let late = worker.late.lock().unwrap_or_else(PoisonError::into_inner);

@@ -241,6 +241,7 @@ impl Watcher {
                     .max(1)
                     .saturating_sub(state.slots[worker].queued)
             };
+            // A few frames at a time, so that one busy worker does not hold up the others.
             let frames = self.read_frames(worker, FRAMES_PER_TURN, room);
             let disconnected = self.running[worker]
                 .as_ref()
@@ -367,6 +368,7 @@ impl Watcher {
         let next = match &request {
             _ if closing => None,
             Some(request) => Some(self.launch(worker, request.init.clone())),
+            // A restart that a caller asked for comes before that of the policy.
             None if self.policy_restarts(worker, &exit) => Some(self.launch(worker, None)),
             None => None,
         };

@@ -227,6 +227,7 @@ impl Workers {
                 worker,
                 waited: DEATH,
             }),
+            // The watching thread is gone, and the request with it.
             Err(RecvTimeoutError::Disconnected) => Err(WorkerError::ShutDown),
         }
     }
@@ -514,6 +515,7 @@ impl Outbox {
 
     /// Takes in what follows the first `done` bytes of a frame, and returns its turn.
     pub(super) fn fill(&mut self, first: &[u8], second: &[u8], done: usize) -> u64 {
+        // The caller's frame is copied: it may return at its deadline while the rest still waits.
         self.rest.reserve_exact(first.len() + second.len() - done);
         self.rest.extend_from_slice(&first[done.min(first.len())..]);
         self.rest

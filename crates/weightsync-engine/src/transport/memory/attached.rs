@@ -208,6 +208,7 @@ impl ReceiverTransport for Attached {
             VersionRequest::AtLeast(version) => Want::AtLeast { model, version },
             VersionRequest::Exactly(version) => Want::Exactly { model, version },
         };
+        // One question at a time: a new one takes the place of the one before.
         self.reader.ask(want)?;
         let answer = self.reader.answer(deadline);
         // The sender may keep a slot for the answer, which this worker no longer takes.

@@ -134,6 +134,7 @@ impl Roster {
         let KnownWorkers {
             there, rejected, ..
         } = &mut *known;
+        // Those that went are taken out first, and noted below: both change the table.
         let mut went = Vec::new();
         there.retain(|_, worker| {
             let (life, words) = worker.look();
@@ -204,6 +205,7 @@ impl Roster {
             (None, Life::Left) => Outcome::Left,
             (None, _) => self.place.lost(),
         };
+        // A process of this number that is there stands for the one that went.
         let mut others = known.there.values().map(|other| other.about().worker);
         if how != Outcome::Left && had_something && !others.any(|other| other == number) {
             known.missing.insert(number, worker.clone());
