@@ -317,7 +317,8 @@ impl Watcher {
                 return;
             };
             match rustix::io::read(stderr, &mut chunk) {
-                // The end of the stream, or an error, stops the reading. The process is still watched.
+                // The end of the stream, or an error, stops the reading. The process is still
+                // watched.
                 Ok(0) => running.stderr = None,
                 Ok(read) => running.tail.push(
                     &chunk[..read],
