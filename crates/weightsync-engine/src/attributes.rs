@@ -163,9 +163,11 @@ impl Attributes {
     /// Any of [`AttributesError`].
     pub fn decode(bytes: &[u8]) -> Result<Self, AttributesError> {
         let malformed = AttributesError::Malformed;
+        // Before anything is decoded: they come from a peer.
         if bytes.len() > MAX_ENCODED_BYTES {
             return Err(malformed("they take more than 16 MiB"));
         }
+        // The format comes before everything else: a later one may have other fields.
         let (&format, bytes) = bytes.split_first().ok_or(malformed("they are empty"))?;
         if format != FORMAT {
             return Err(malformed("a format that this build does not read"));
@@ -185,6 +187,7 @@ impl Attributes {
     /// [`Error::NoSuchTensor`] if a tie names a tensor that the layout lacks;
     /// [`AttributesError::TiedUnlike`], as [`Error::Extract`].
     pub fn sent_layout(&self, model: &Layout) -> Result<Layout> {
+        // One of two tensors travels for both, so they have to be alike.
         for (alias, of) in self.ties() {
             let [alias_spec, of_spec] = [alias, of].map(|name| find(model, name));
             let (one, other) = (alias_spec?, of_spec?);
@@ -197,6 +200,7 @@ impl Attributes {
                 ));
             }
         }
+        // A tied tensor travels once.
         let aliases = self.aliases();
         let sent = model
             .tensors()
@@ -239,6 +243,7 @@ impl Attributes {
         let specs = sent.tensors().iter().flat_map(|spec| {
             names.of(&spec.name).map(move |name| {
                 let mut seen = named(spec, name);
+                // The room for extra state is each model's own: only the state has to fit.
                 if let Some(own) = own.tensor(name)
                     && is_extra_state(name, spec.dtype, &spec.shape)
                     && is_extra_state(name, own.dtype, &own.shape)
@@ -311,9 +316,11 @@ pub fn find_ties(tensors: &[Extracted<'_>]) -> Vec<(String, String)> {
         let TensorData::InMemory(data) = &tensor.data else {
             continue;
         };
+        // Empty tensors share places without being tied.
         if data.shape().contains(&0) {
             continue;
         }
+        // One memory seen in two ways is not one tensor.
         let place = (data.address(), data.dtype(), data.shape(), data.strides());
         match first.entry(place) {
             std::collections::hash_map::Entry::Vacant(free) => {
@@ -365,6 +372,8 @@ impl<'a, E: WeightExtractor + ?Sized> TiedOnce<'a, E> {
         found.extend(own.map(|name| (*name, *name)));
         let names = lent.iter().map(|&name| {
             let travels = of(name);
+            // A source may lend the alias and not the tensor it is tied to: the alias then travels
+            // for both.
             let first = *found.entry(travels).or_insert(name);
             if root(name) != root(first) {
                 let untied = AttributesError::Untied {
@@ -382,11 +391,13 @@ impl<'a, E: WeightExtractor + ?Sized> TiedOnce<'a, E> {
 impl<E: WeightExtractor + ?Sized> WeightExtractor for TiedOnce<'_, E> {
     fn layout(&self) -> Result<Layout> {
         let layout = self.source.layout()?;
+        // Most models have no ties.
         if self.attributes.ties().is_empty() {
             return Ok(layout);
         }
         let specs = layout.tensors();
         let lent: Vec<_> = specs.iter().map(|spec| spec.name.as_str()).collect();
+        // Asked for each send: a program may untie tensors between two of them.
         let now = self.now()?;
         let names = self.names(&now, &lent)?;
         let sent = specs.iter().zip(names);

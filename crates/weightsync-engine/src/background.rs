@@ -133,6 +133,7 @@ impl Receiver {
         M: Send + Sync + 'static,
         F: for<'a> Fn(&'a mut M) -> SetLoader<'a> + Send + Sync + 'static,
     {
+        // Refused before the models are touched.
         can_follow(&self)?;
         self.begin_into(&mut loaders(&mut models))?;
         let hold = Arc::new(Hold {
@@ -213,6 +214,7 @@ impl<M: Send + Sync + 'static> Background<M> {
     /// [`write`](Self::write).
     pub fn read(&self) -> Result<ModelGuard<'_, M>> {
         let handoff = self.follower.handoff()?;
+        // The permit decides who is with the models. The lock behind it is then free.
         let permit = ModelPermit::take(handoff, ModelAccess::Shared, "Background::read", None)?;
         match self.hold.held.read() {
             Ok(held) if held.whole => Ok(ModelGuard {
@@ -306,10 +308,13 @@ impl<M: Send + Sync + 'static> Background<M> {
             timeout,
         )?;
         let done = call();
+        // Before the permit is given back: no set is applied between the call and the end of the
+        // thread.
         if done.is_ok() {
             handoff.notify(|inner| inner.stop = true);
             return Ok(done);
         }
+        // The call may have changed the models: they are loaded whole.
         self.hold.lose_whole();
         if let Err(error) = handoff.borrow(|receiver| self.hold.load_again(handoff, receiver)) {
             tracing::warn!(%error, "the models did not get their version again");
@@ -329,6 +334,7 @@ impl<M: Send + Sync + 'static> Background<M> {
     pub fn safe_point(&self) -> Result<Option<Vec<(ModelId, Version)>>> {
         let handoff = self.follower.handoff()?;
         let me = std::thread::current().id();
+        // Without the receiver: where nothing is staged, a safe point interrupts nothing.
         {
             let inner = handoff.lock();
             if inner.shared.holds(me) {
@@ -349,6 +355,7 @@ impl<M: Send + Sync + 'static> Background<M> {
         handoff: &ReceiverHandoff<ModelLock>,
         me: ThreadId,
     ) -> Result<Option<Vec<(ModelId, Version)>>> {
+        // The receiving thread brings the receiver here, so one of the two threads loads at a time.
         handoff.borrow(|receiver| match enter(handoff, me, false) {
             ApplyStart::Applying(set) => {
                 let versions = set.versions();
@@ -403,6 +410,7 @@ impl<M: Send + Sync + 'static> Background<M> {
         }
         let until = deadline(timeout);
         let declared = self.when == SafePoints::Declared;
+        // Whether this wait has asked other threads to let the staged set go first.
         let mut asked = false;
         let found = loop {
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
@@ -424,6 +432,7 @@ impl<M: Send + Sync + 'static> Background<M> {
             match self.apply_staged(handoff, me) {
                 Ok(_) => {}
                 Err(Error::Interrupted) => break Err(Error::Interrupted),
+                // The status has the failure. The next version may load.
                 Err(error) => tracing::warn!(%error, "not applied"),
             }
         };
@@ -449,6 +458,7 @@ impl<M: Send + Sync + 'static> Background<M> {
         if let Some(set) = model_lock.into_staged() {
             receiver.put_back(set);
         }
+        // The thread had the only other reference, and has dropped its task.
         let hold = Arc::into_inner(hold).map(|hold| hold.held.into_inner());
         match hold {
             Some(Ok(held)) if held.whole => Ok((receiver, held.models)),

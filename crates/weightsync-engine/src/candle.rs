@@ -23,6 +23,7 @@ impl WeightExtractor for VarMap {
 
     fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
         let vars = sorted(self);
+        // All locks are held until the tensors are read, so that the version is of one moment.
         let guards: Vec<_> = vars
             .iter()
             .map(|(_, var)| var.storage_and_layout())
@@ -110,6 +111,7 @@ fn sorted(map: &VarMap) -> Vec<(String, Var)> {
         .iter()
         .map(|(name, var)| (name.clone(), var.clone()))
         .collect();
+    // A map has no order, and layouts must have the same order each time.
     vars.sort_by(|(a, _), (b, _)| a.cmp(b));
     vars
 }

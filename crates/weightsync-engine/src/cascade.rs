@@ -135,6 +135,7 @@ impl Cascade {
             let Some(set) = self.receiver.next(left)? else {
                 return Ok(None);
             };
+            // The sub-workers may have this set already. Then the wait goes on.
             let (forwarded, complaint) = self.passing.pass_on(&mut self.receiver, &set)?;
             answer(&mut self.receiver, &set, complaint.as_deref())?;
             if forwarded.is_some() {
@@ -210,11 +211,13 @@ impl CascadeSetup {
             first,
             setup,
         } = self;
+        // The sub-workers see the trainer's numbers from the first version on.
         let numbers = first.versions();
         let mut options = SendOptions::new();
         options.numbers = numbers;
         match setup.connect_with(&set_of(&first, |_| true), options, expect, timeout) {
             Ok(sender) => {
+                // Only now: this worker counts for the trainer once its own workers are there.
                 receiver.report_applied(&first)?;
                 Ok(Cascade {
                     passing: Passing {
@@ -333,6 +336,7 @@ impl ThreadTask for PassOn {
         receiver: &mut Receiver,
         set: SetSnapshot,
     ) -> Result<()> {
+        // Its drop brings the half back, also after a panic.
         let mut lent = LentPassing {
             handoff,
             passing: handoff.lock().shared.passing.take(),
@@ -340,6 +344,7 @@ impl ThreadTask for PassOn {
         let Some(passing) = &mut lent.passing else {
             return Ok(());
         };
+        // Outside the lock: sub-workers may take long.
         let passed = passing.pass_on(receiver, &set);
         drop(lent);
         let answered = passed.and_then(|(forwarded, complaint)| {
@@ -353,6 +358,7 @@ impl ThreadTask for PassOn {
             });
             answer(receiver, &set, complaint.as_deref())
         });
+        // The trainer knows why, if it can be reached. The next set is passed on as usual.
         if let Err(error) = answered {
             handoff.update(|inner| inner.status.failure = Some(error.to_string()));
         }
@@ -417,6 +423,7 @@ impl Passing {
         match self.send(set) {
             Ok(report) => {
                 let complaint = report.as_ref().and_then(complaint);
+                // A sub-worker that does not have the set keeps this worker at the version before.
                 if complaint.is_none() {
                     receiver.note_applied(set);
                 }
@@ -432,6 +439,7 @@ impl Passing {
                 Err(Error::Interrupted)
             }
             Err(error) => {
+                // The trainer's report has the reason on this worker's line.
                 receiver.refuse(Some(set), &format!("it could not pass it on: {error}"))?;
                 Err(error)
             }
@@ -439,9 +447,13 @@ impl Passing {
     }
 
     fn send(&mut self, set: &SetSnapshot) -> Result<Option<Report>> {
+        // What the sub-workers were sent, by their own numbers.
         let newest: Vec<_> = self.sender.newest().collect();
         let run = set.members().first().map(|member| member.snapshot.run());
+        // Another run: the trainer has restarted and counts from 1 again, but numbers only grow for
+        // the sub-workers.
         if let Some(run) = run.filter(|run| *run != self.run) {
+            // Numbers go on above the highest that the sub-workers were sent.
             self.lift = Lift::above(newest.iter().cloned());
             self.run = run;
         }
@@ -449,6 +461,7 @@ impl Passing {
             .versions()
             .into_iter()
             .map(|(id, version)| (self.lift.number(&id, version), id))
+            // A model whose version did not change is not sent again.
             .filter(|(number, id)| {
                 let mut newest = newest.iter();
                 newest.any(|(model, version)| model == id && version < number)
@@ -462,6 +475,7 @@ impl Passing {
         // could not pass on.
         let wanted = |model: &ModelId| numbers.iter().any(|(id, _)| id == model);
         let weights = set_of(set, wanted);
+        // The trainer is told only what all sub-workers run, so this waits for them.
         let mut options = SendOptions::new().wait(WaitFor::Applied);
         options.numbers = numbers.clone();
         self.sender.send_with(&weights, &options).map(Some)

@@ -55,6 +55,7 @@ impl DigestThread {
         if self.is_in_a_child() {
             return;
         }
+        // A version that waits for its digest is replaced, and its slot comes free.
         self.inbox.order().next.insert(model, snapshot);
         self.inbox.changed.notify_one();
     }
@@ -101,6 +102,7 @@ impl DigestInbox {
                     }
                 }
             };
+            // The lock is not held for the digest: a send hands over the next version meanwhile.
             drop(order);
             let replaced = || {
                 let order = self.order();

@@ -126,6 +126,8 @@ impl TensorData<'_> {
                 shape,
                 read,
             } => {
+                // A read knows one dtype, so the tensor is read as it is and cast from there.
+                // Counted in bits, because packed elements have less than a byte.
                 let elements = place.len() as u64 * 8 / u64::from(dtype.bits());
                 let mut buffer = vec![0; (elements * u64::from(own.bits()) / 8) as usize];
                 read(&mut buffer)?;

@@ -21,6 +21,8 @@ use rustix::io::Errno;
 ///
 /// Those of the system; [`ErrorKind::InvalidData`] for what is not a regular file.
 pub fn open(path: &Path) -> io::Result<File> {
+    // An open without NONBLOCK waits for the writer of a FIFO. NOCTTY: no terminal becomes this
+    // process's own.
     let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
     let mut options = File::options();
     let file = options.read(true).custom_flags(flags.bits() as i32);
@@ -95,6 +97,7 @@ impl OpenDir {
         match open(DIR) {
             // A user may write in a directory and not list it.
             #[cfg(target_os = "linux")]
+            // With such a descriptor names in the directory can be opened, and not listed.
             Err(Errno::ACCESS) => Ok(Self(open(DIR | OFlags::PATH)?)),
             opened => Ok(Self(opened?)),
         }
@@ -122,6 +125,7 @@ impl OpenDir {
         match rustix::fs::openat(at, name, DIR | OFlags::NOFOLLOW, Mode::empty()) {
             Ok(dir) => Ok(Self(dir)),
             Err(errno @ (Errno::LOOP | Errno::NOTDIR)) => {
+                // Systems have different words for a link here, so a second look tells.
                 let stat = rustix::fs::statat(at, name, AtFlags::SYMLINK_NOFOLLOW);
                 let kind = stat.map(|stat| FileType::from_raw_mode(stat.st_mode as _));
                 Err(match kind {
@@ -149,6 +153,7 @@ impl OpenDir {
     /// Those of the system.
     pub fn make_dir(&self, name: impl AsRef<OsStr>) -> io::Result<()> {
         match rustix::fs::mkdirat(&self.0, name.as_ref(), Mode::RWXU) {
+            // The name is durable before anything in the directory is relied on.
             Ok(()) => self.sync(),
             Err(Errno::EXIST) => Ok(()),
             Err(errno) => Err(errno.into()),
@@ -194,6 +199,8 @@ impl OpenDir {
     }
 
     fn open_file(&self, name: &OsStr, flags: OFlags, mode: u32) -> io::Result<File> {
+        // No link, no wait for a FIFO's writer, no terminal, and nothing for programs that are
+        // started.
         let safe = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let mode = Mode::from_raw_mode(mode as _);
         match rustix::fs::openat(&self.0, name, flags | safe, mode) {
@@ -222,6 +229,7 @@ impl OpenDir {
                 // Not every file system tells it with the name.
                 FileType::Unknown => match self.kind(name) {
                     Ok(kind) => kind,
+                    // Removed since it was listed.
                     Err(error) if error.kind() == ErrorKind::NotFound => continue,
                     Err(error) => return Err(error),
                 },
@@ -343,6 +351,7 @@ impl OpenDir {
     }
 
     fn remove_levels(&self, name: &OsStr, levels: u32) -> io::Result<()> {
+        // By descriptor: a name that has become a link meanwhile is refused.
         self.dir(name)?.empty_levels(levels)?;
         self.remove_dir(name)
     }
@@ -424,12 +433,14 @@ impl Unfinished {
     ///
     /// Those of the system.
     pub fn place(&mut self, synced: bool) -> io::Result<()> {
+        // The bytes are on the disk before the name is: no crash leaves a name without them.
         if synced {
             self.file.sync_all()?;
         }
         self.dir.rename(&self.here, &self.place)?;
         self.is_placed = true;
         match synced {
+            // The name, too.
             true => self.dir.sync(),
             false => Ok(()),
         }
@@ -455,10 +466,12 @@ pub fn remove_unfinished(dir: &OpenDir, start: &str) -> io::Result<()> {
     for entry in dir.entries()? {
         let name = entry.name.to_str();
         let rest = name.and_then(|name| name.strip_prefix(start));
+        // Only names of this form: everything else in the directory is the user's.
         if !entry.is_file || !rest.is_some_and(is_unique) {
             continue;
         }
         let own = rustix::process::geteuid().as_raw();
+        // Left over is a file of this user that no living process has locked.
         let removed = dir.file(&entry.name).and_then(|file| {
             match file.metadata()?.uid() == own && file.try_lock().is_ok() {
                 true => dir.remove_file(&entry.name),
@@ -503,6 +516,8 @@ pub fn create(
 ) -> io::Result<()> {
     let mut file = beside(path, mode)?;
     write(&mut file.file)?;
+    // A link to the finished file: unlike a rename it fails if the name is taken. The drop removes
+    // the first name.
     file.file.sync_all()?;
     let (dir, flags) = (&file.dir.0, AtFlags::empty());
     rustix::fs::linkat(dir, &file.here, dir, &file.place, flags)?;
@@ -512,6 +527,7 @@ pub fn create(
 fn beside(path: &Path, mode: u32) -> io::Result<Unfinished> {
     let name = path.file_name().ok_or(ErrorKind::IsADirectory)?;
     let above = path.parent().filter(|above| !above.as_os_str().is_empty());
+    // Kept open: the file is renamed in this directory, wherever its path leads by then.
     let dir = OpenDir::open(above.unwrap_or(Path::new(".")))?;
     let start = format!(".{}.weightsync-", name.to_string_lossy());
     // It is of no use, and no reason to fail.

@@ -117,6 +117,7 @@ impl TryFrom<WireInitInfo> for InitInfo {
             models,
             at,
         } = wire;
+        // First of all: a later format may have other fields.
         if format != FORMAT {
             return Err(Error::BadInitInfo(format!(
                 "it has format {format}, this version reads {FORMAT}; install the same weightsync on both ends"

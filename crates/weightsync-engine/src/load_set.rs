@@ -104,6 +104,7 @@ impl<'a> SetLoader<'a> {
         };
         let members = set.members().iter();
         // Compared with the loaded set: the worker may have been handed sets that were never loaded.
+        // Number and run together: a restarted trainer counts from 1 again.
         let is_held = |snapshot: &Snapshot| {
             let held = held.and_then(|held| held.model(snapshot.model().as_str()).ok());
             held.is_some_and(|held| {
@@ -111,7 +112,9 @@ impl<'a> SetLoader<'a> {
             })
         };
         let wanted = members.map(|member| &member.snapshot);
+        // A model that holds its version already is not loaded again.
         let wanted: Vec<&Snapshot> = wanted.filter(|snapshot| !is_held(snapshot)).collect();
+        // All are compared first: a set that does not fit touches no model.
         let owns = wanted.iter().map(|snapshot| self.compared(snapshot));
         let owns = owns.collect::<Result<Vec<_>>>().map_err(untouched)?;
         for (at, (snapshot, own)) in wanted.iter().zip(&owns).enumerate() {
@@ -122,9 +125,11 @@ impl<'a> SetLoader<'a> {
             };
             let model = match self.model_mut(snapshot.model().as_str()) {
                 Ok(model) => model,
+                // Before the first model no model was written.
                 Err(error) if at == 0 => return Err(untouched(error)),
                 Err(error) => return Err(touched(error)),
             };
+            // From here on a failure leaves a model that may be half written.
             hand_over(snapshot, own, model).map_err(touched)?;
         }
         Ok(())
@@ -161,6 +166,7 @@ impl<'a> SetLoader<'a> {
 
 /// Binds a model to a version that fits its own layout, or loads it.
 fn hand_over(snapshot: &Snapshot, own: &Layout, model: &mut dyn WeightLoader) -> Result<()> {
+    // A model that serves from the version itself needs no copy.
     if model.bind(snapshot)? {
         return Ok(());
     }

@@ -28,6 +28,7 @@ impl LogLimiter {
     /// Whether to log a cause now, and how many lines were held back since the last one.
     pub fn logs(&mut self, cause: &str, now: Instant) -> Option<u64> {
         if let Some(logged) = self.logged.get_mut(cause) {
+            // Counted, so that the next line says how many there were.
             if now.duration_since(logged.at) < LOG_EVERY {
                 logged.held_back += 1;
                 return None;
@@ -36,6 +37,8 @@ impl LogLimiter {
             logged.at = now;
             return Some(held_back);
         }
+        // The table stays small, also if an attacker makes up causes: old ones go first, and then
+        // nothing new is logged.
         if self.logged.len() >= CAUSES {
             self.logged
                 .retain(|_, logged| now.duration_since(logged.at) < LOG_EVERY);

@@ -272,6 +272,7 @@ impl Mapping {
         to: Quantisation,
         scale: Option<&str>,
     ) -> Result<Self, MappingError> {
+        // The names that inference engines look for in such checkpoints.
         let scale = scale.unwrap_or(match to {
             Quantisation::Fp8Blocks { .. } => "{}_scale_inv",
             _ => "{}_scale",
@@ -350,6 +351,7 @@ impl Rule {
                 Err("the order does not name each dimension once")
             }
             Self::Fuse { parts, .. } if parts.is_empty() => Err("there are no parts"),
+            // The star of the parts becomes that of the whole, so all of them need one.
             Self::Fuse { parts, into, .. }
                 if parts.iter().any(|part| part.has_star() != into.has_star()) =>
             {
@@ -379,6 +381,7 @@ impl Rule {
                 "a block has at most 1048576 values: make it smaller, or leave the block out for \
                  one scale of the whole matrix",
             ),
+            // The name of the scales is made of the tensor's, and must differ from it.
             Self::Quantise { scale, .. } if scale.matches("{}").count() != 1 || scale == "{}" => {
                 Err("the name of the scales contains {} once, and more than that")
             }

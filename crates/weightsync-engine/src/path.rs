@@ -111,6 +111,7 @@ impl FromStr for ModelPath {
             offset,
             problem,
         };
+        // Paths come with init infos, so from other processes.
         if text.len() > MAX_BYTES {
             return Err(malformed(MAX_BYTES, "it is too long"));
         }
@@ -125,6 +126,7 @@ impl FromStr for ModelPath {
                 let (digits, after) = index
                     .split_once(']')
                     .ok_or_else(|| malformed(offset, "a bracket is not closed"))?;
+                // One path has one spelling: no leading zeros, no sign.
                 let plain = digits == "0" || !digits.starts_with(['0', '+']);
                 let index = digits.parse().ok().filter(|_| plain);
                 let index =

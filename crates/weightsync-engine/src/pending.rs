@@ -100,6 +100,8 @@ struct PendingState {
 
 impl Handle {
     fn wait(&self, until: Deadline) -> Result<Report> {
+        // The lock is not held for the wait: clones may look meanwhile, and the sender may shut
+        // down.
         let in_flight = self.state().in_flight.clone();
         let report = in_flight.map(|in_flight| in_flight.settle(self.level, until));
         let mut state = self.state();
@@ -109,6 +111,7 @@ impl Handle {
             // worker. Only an earlier report is true then.
             _ => return state.settled.clone().ok_or(Error::SenderClosed),
         };
+        // A report that no wait changes outlives the sender.
         // A send that waits for no worker has only lines that no wait changes.
         let level = self.level.level().unwrap_or(Level::Staged);
         let mut lines = report.workers.iter();
@@ -140,6 +143,7 @@ impl Handle {
 
     /// Keeps the last report before the sender shuts down.
     pub(crate) fn close(&self) {
+        // A last look, without a wait.
         // This fails in a forked child, which knows nothing of the workers.
         let _ = self.wait(Some(Instant::now()));
         self.state().in_flight = None;
@@ -179,16 +183,22 @@ impl InFlight {
         let Some(level) = wait.level() else {
             return self.settle(wait, until);
         };
+        // The first look waits as long as the send may wait for room in queues.
         let mut lines = self.look(level, self.first(until))?;
         if !lines.iter().all(|line| line.outcome.is_final(level)) {
+            // These lines stand, whatever the worker does during the second look.
             self.settled().extend(finals(&lines));
+            // The send's own time is over: later sends do not wait for these workers until they
+            // move.
             if self.is_over() {
                 self.late(level)?;
             }
             // No caller can wait for this send again.
             self.give_up()?;
+            // The second look has what giving up has decided.
             lines = self.lines(level, until)?;
         }
+        // Publications of one send may list their workers in any order.
         lines.sort_by_key(|line| line.worker);
         let report = Report {
             versions: self.versions,
@@ -215,6 +225,7 @@ impl InFlight {
         };
         let mut lines = self.lines(level, self.first(until))?;
         let done = |line: &WorkerReport| line.outcome.is_final(level);
+        // As in `finish`, but the caller may wait again.
         if !lines.iter().all(done) && self.is_over() {
             self.late(level)?;
             self.give_up()?;
@@ -227,6 +238,7 @@ impl InFlight {
         let Some(level) = wait.level() else {
             return Ok(true);
         };
+        // Here, because no other call may come: a program may only ask whether the send is settled.
         if self.is_over() {
             self.late(level)?;
             self.give_up()?;
@@ -248,6 +260,7 @@ impl InFlight {
         let stands = |old: &WorkerReport, line: &WorkerReport| {
             same(old, line) && (!old.outcome.is_gone() || line.outcome.is_gone())
         };
+        // A line that stands replaces what the last look found.
         lines.retain(|line| !settled.iter().any(|old| stands(old, line)));
         let done = finals(&lines);
         lines.extend(settled.iter().cloned());
@@ -262,6 +275,7 @@ impl InFlight {
         let mut lines = Vec::new();
         for one in &self.outstanding {
             let more = one.settle(level, until)?;
+            // The usual send is one publication: its lines are taken as they are.
             match lines.is_empty() {
                 true => lines = more,
                 false => lines.extend(more),

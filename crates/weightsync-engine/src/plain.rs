@@ -76,6 +76,7 @@ impl ExtraState {
     pub fn new(value: Plain) -> Result<Self, PlainError> {
         let encoded = value.encode()?;
         let needed = codec::HEADER + encoded.len();
+        // Twice the room, so that a state that grows a little still fits without a new setup.
         let capacity = (2 * needed).next_power_of_two().max(MIN_CAPACITY);
         let bytes = codec::padded(&encoded, capacity)?;
         Ok(Self { value, bytes })

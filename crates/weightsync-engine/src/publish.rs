@@ -45,10 +45,12 @@ pub(crate) fn whole(
     weights: &dyn WeightExtractor,
     take: &mut Take<'_>,
 ) -> Result<()> {
+    // A source that is known to have the layout: nothing is compared tensor by tensor.
     if let Some(sources) = known_bytes(prepared, weights) {
         return take(&sources);
     }
     once(prepared, weights, &mut |tensors| {
+        // The usual source lies as it travels, in order: one copy for each tensor.
         if let Some(sources) = as_they_lie(prepared, tensors) {
             return take(&sources);
         }
@@ -68,6 +70,7 @@ pub(crate) fn partial(
 ) -> Result<Vec<String>> {
     let mut carried = Vec::new();
     once(prepared, weights, &mut |tensors| {
+        // Every tensor is that of the base at first; those that came replace it.
         let kept =
             (0..prepared.layout.len()).map(|index| NextTensor::Base(base.tensor_bytes(index)));
         let mut ordered: Vec<_> = kept.collect();
@@ -97,6 +100,7 @@ pub(crate) fn check(
     if !partial && known_bytes(prepared, weights).is_some() {
         return Ok(());
     }
+    // By what the source says of itself. The bytes are not touched.
     let got = TiedOnce::new(weights, &prepared.attributes).layout()?;
     if !partial {
         return compare(prepared, &got);
@@ -138,6 +142,7 @@ fn once(
     };
     let (mut times, mut taken) = (0, false);
     TiedOnce::new(weights, &prepared.attributes).extract(&mut |tensors| {
+        // A second call would write a version twice.
         times += 1;
         if times > 1 {
             return Err(lent_wrongly("more than once"));
@@ -192,6 +197,7 @@ fn converted(
     ordered: &[NextTensor<'_, '_>],
     take: &mut Take<'_>,
 ) -> Result<()> {
+    // Every closure is made before the first is lent: the sources borrow them.
     let specs = prepared.layout.tensors();
     let pairs = ordered.iter().zip(specs);
     let fills = pairs.map(|(part, spec)| {
@@ -204,6 +210,7 @@ fn converted(
         }
     });
     let fills: Vec<_> = fills.collect();
+    // Only what must be converted goes through a call for each tensor. The rest is a plain copy.
     let parts = ordered.iter().zip(&fills).zip(specs);
     let sources = parts.map(|((part, fill), spec)| match part {
         NextTensor::Base(bytes) => Source::Bytes(bytes),
@@ -265,6 +272,7 @@ fn place(prepared: &Prepared, name: &str, dtype: Dtype, shape: &[u64]) -> Result
     let index = index.ok_or_else(|| Error::no_such_tensor(name, &prepared.source))?;
     let sent = &prepared.layout.tensors()[index];
     let source = &prepared.source.tensors()[index];
+    // It may have the dtype in which it travels, or that of the trainer's model.
     let expected = if dtype == sent.dtype { sent } else { source };
     if dtype != expected.dtype || shape != expected.shape {
         return Err(wrong(prepared, &all_but(prepared, name, dtype, shape)?));

@@ -202,6 +202,7 @@ impl Receiver {
 
     /// Tells the sender why this worker fails, unless the sender is gone or knows a reason already.
     fn tell_failure(&mut self, reason: &str) {
+        // The sender shows the first reason it was given.
         if self.withdrawn.is_none()
             && !self.sender_lost
             && let Err(error) = self.refuse(None, reason)
@@ -244,10 +245,12 @@ impl Receiver {
     /// weights. The set is not reported as applied.
     pub(crate) fn next(&mut self, timeout: Option<Duration>) -> Result<Option<SetSnapshot>> {
         if let Some(initial) = self.initial.take() {
+            // Every version counts there, the initial one too.
             if self.scheme.capabilities().every_version {
                 return Ok(Some(initial));
             }
             // An error of the sender is left for the next call to return.
+            // Without a wait: what came since the join replaces the initial weights.
             let newer = self.transport.next(Some(Instant::now())).ok().flatten();
             return Ok(Some(newer.unwrap_or(initial)));
         }
@@ -257,6 +260,7 @@ impl Receiver {
             return Err(self.without_push());
         }
         let deadline = deadline(timeout);
+        // A lost sender has nothing more: its successor is joined first.
         if !self.find_sender(timeout.is_some(), deadline)? {
             return Ok(None);
         }
@@ -266,6 +270,7 @@ impl Receiver {
     /// The set that is live at this worker. The set is not reported as applied.
     fn newest(&mut self) -> Result<Option<SetSnapshot>> {
         self.is_served()?;
+        // What follows is at least as new as the initial weights.
         self.initial = None;
         if self.sender_lost && self.restarts() {
             // Any other error of the successor is left for the next receive to return.
@@ -295,6 +300,7 @@ impl Receiver {
         if !self.sender_lost || !self.setup.info.at.restarts() {
             return Ok(true);
         }
+        // Without a deadline the search still ends: a trainer that never comes back is an error.
         match self.rejoin(Search::Until(deadline.or(Some(Instant::now() + REJOIN)))) {
             Ok(()) => Ok(true),
             Err(Error::NoSender { .. }) if may_fail => Ok(false),
@@ -313,10 +319,13 @@ impl Receiver {
         mut wait: impl FnMut(&mut dyn ReceiverTransport) -> Result<Option<SetSnapshot>>,
     ) -> Result<Option<SetSnapshot>> {
         let mut came = wait(&mut *self.transport);
+        // An interrupt that was meant for an earlier wait has ended this one: it begins again,
+        // once.
         if matches!(came, Ok(None)) && std::mem::take(&mut self.interrupted) {
             came = wait(&mut *self.transport);
         }
         self.note_loss(came.as_ref().err());
+        // A transport returns `None` for an interrupt, too. The clock tells the two apart.
         let is_early = deadline.is_none_or(|at| Instant::now() < at);
         match came? {
             None if is_early && self.scheme.capabilities().weights => Err(Error::Interrupted),
@@ -327,6 +336,7 @@ impl Receiver {
     /// Asks for the set with a version of a model, without saying that this
     /// worker runs it.
     fn ask(&mut self, pull: &Pull) -> Result<Option<SetSnapshot>> {
+        // Refused before a sender is looked for.
         if !self.scheme.capabilities().pull {
             return Err(Error::unsupported("asking for a version", &self.scheme));
         }
@@ -355,6 +365,7 @@ impl Receiver {
     }
 
     fn note_loss(&mut self, error: Option<&Error>) {
+        // Noted with the first error, so that the next call looks for a successor.
         if let Some(Error::SenderClosed | Error::SenderDied { .. }) = error {
             self.sender_lost = true;
             self.sender_closed = matches!(error, Some(Error::SenderClosed));
@@ -382,6 +393,7 @@ impl Receiver {
 
 impl Drop for Receiver {
     fn drop(&mut self) {
+        // Otherwise the drop of the transport tells the sender that this worker left in order.
         if std::thread::panicking() {
             self.tell_failure("it panicked");
         }

@@ -140,6 +140,7 @@ impl Report {
     pub fn all_reached(&self) -> bool {
         let excused = |line: &WorkerReport| matches!(line.outcome, Outcome::Left | Outcome::Held);
         let mut lines = self.workers.iter();
+        // Excused lines alone are no success: at least one worker has to have it.
         let nobody_waited_for = self.level == WaitFor::Sent;
         (nobody_waited_for || lines.clone().any(|line| self.reached(line)))
             && lines.all(|line| self.reached(line) || excused(line) || self.is_succeeded(line))
@@ -172,6 +173,7 @@ impl Report {
     pub fn worker(&self, worker: impl Into<WorkerId>) -> Option<&WorkerReport> {
         let worker = worker.into();
         let of_it = |line: &&WorkerReport| line.worker == worker;
+        // A worker that came back has two lines. That of the process that lives counts.
         let lines = self.workers.iter().filter(of_it);
         lines.min_by_key(|line| line.outcome.is_gone())
     }
@@ -187,6 +189,8 @@ impl Report {
         match line.outcome {
             Outcome::Applied => true,
             Outcome::Staged => self.level <= WaitFor::Staged,
+            // A worker that takes only what it asks for has reached the send if it runs this
+            // version or a later one.
             Outcome::Asks => line.current,
             _ => false,
         }
@@ -245,6 +249,7 @@ impl fmt::Display for Report {
                     "applied"
                 };
                 let was = if several { "were" } else { "was" };
+                // A process that went and its successor are one worker.
                 let succeeded = self.workers.iter().filter(|line| self.is_succeeded(line));
                 let all = all - succeeded.count();
                 let reached = self.workers.iter().filter(|line| self.reached(line));

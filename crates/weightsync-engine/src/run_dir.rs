@@ -78,15 +78,18 @@ pub(crate) fn listen(file: &Path, models: &[ModelId]) -> Result<Listener> {
     };
     // Held from the look at the one before until the new address is there.
     let _alone = locked(dir, KEY, Instant::now().checked_add(KEY_WAIT))?;
+    // The kernel is asked whether that process lives. The file alone would outlive it.
     if let Some(address) = look_up(file)?
         && is_served(&address)?
     {
         return Err(Error::AddressInUse { address });
     }
     let address = address(&random::<16>()?, &set_name(models));
+    // Listening comes before the file: a worker that looks the address up finds the sender.
     let listener = Listener::at(&address)?;
     let text = format!("{address}\n");
     let write = |file: &mut File| file.write_all(text.as_bytes());
+    // Not synced: after a crash of the machine no sender is there.
     files::replace(file, files::PRIVATE, false, write).map_err(failed("writing", file))?;
     Ok(listener)
 }
@@ -98,6 +101,7 @@ pub(crate) fn listen(file: &Path, models: &[ModelId]) -> Result<Listener> {
 ///
 /// [`Error::File`] for a file that others could have written.
 pub(crate) fn look_up(file: &Path) -> Result<Option<String>> {
+    // No link leads to another file, and no FIFO makes the open wait.
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let opened = match openat(CWD, file, flags, Mode::empty()) {
         Ok(opened) => opened,
@@ -119,6 +123,7 @@ pub(crate) fn look_up(file: &Path) -> Result<Option<String>> {
     // A file without an address is none of ours; the next sender replaces it.
     let text = String::from_utf8(text).unwrap_or_default();
     let address = text.trim_end();
+    // The file is not trusted further than this: the address is a name of weightsync's own.
     let fits = address.starts_with("weightsync/") && address.len() <= MAX_NAME;
     Ok(fits.then(|| address.into()))
 }
@@ -212,12 +217,14 @@ pub(crate) fn anonymous_run() -> Result<Run> {
 pub(crate) fn next_run(dir: &Path, until: Option<Instant>) -> Result<Run> {
     let path = dir.join(EPOCH.name);
     let LockedRunFile(file) = &mut locked(dir, EPOCH, until)?;
+    // Bounded: a wrong file must not fill the memory.
     let mut text = String::new();
     Read::by_ref(file)
         .take(MAX_EPOCH_FILE)
         .read_to_string(&mut text)
         .map_err(failed("reading", &path))?;
     let last: u64 = match text.trim() {
+        // A new file: no run was there before.
         "" => 0,
         number => number.parse().map_err(|_| Error::File {
             action: "reading the epoch in",
@@ -240,6 +247,7 @@ pub(crate) fn next_run(dir: &Path, until: Option<Instant>) -> Result<Run> {
         .map_err(failed("writing", &path))?;
     file.set_len(text.len() as u64)
         .map_err(failed("writing", &path))?;
+    // On the disk before the epoch is used: no later run may get it again.
     file.sync_all().map_err(failed("writing", &path))?;
     Ok(Run {
         epoch: Epoch(epoch),
@@ -259,6 +267,7 @@ fn shared_bytes(dir: &Path) -> Result<[u8; 32]> {
     if let Ok(bytes) = <[u8; 32]>::try_from(&bytes[..]) {
         return Ok(bytes);
     }
+    // A new key would lock out the workers of a trainer that still runs.
     if !bytes.is_empty() {
         return Err(Error::File {
             action: "reading the key in",
@@ -266,6 +275,7 @@ fn shared_bytes(dir: &Path) -> Result<[u8; 32]> {
             source: "it is not 32 bytes long; remove it while no trainer runs".into(),
         });
     }
+    // The first process of the directory makes the key, under its lock. All others read it.
     let fresh: [u8; 32] = random()?;
     file.write_all(&fresh).map_err(failed("writing", &path))?;
     file.sync_all().map_err(failed("writing", &path))?;
@@ -297,6 +307,7 @@ const WRITABLE_BY_OTHERS: Mode = Mode::WGRP.union(Mode::WOTH);
 /// Opens a file of the run directory, for this user alone, under a lock that
 /// ends with the file.
 fn locked(dir: &Path, entry: RunFile, until: Option<Instant>) -> Result<LockedRunFile> {
+    // For this user alone: its files decide who may send.
     match DirBuilder::new().mode(0o700).create(dir) {
         Err(error) if error.kind() == ErrorKind::NotFound => {
             // A path with a typing error would lead its workers to nobody, for ever.
@@ -313,9 +324,11 @@ fn locked(dir: &Path, entry: RunFile, until: Option<Instant>) -> Result<LockedRu
         }
         _ => {}
     }
+    // From here on by descriptor: a directory that is renamed meanwhile leads nowhere else.
     let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
     let opened = openat(CWD, dir, OFlags::RDONLY | flags, Mode::empty())
         .map_err(|errno| failed("opening the run directory", dir)(errno.into()))?;
+    // A directory that others may write in could get another key or epoch.
     check_owner(&opened, dir, FileType::Directory, WRITABLE_BY_OTHERS, "700")?;
 
     let path = dir.join(entry.name);
@@ -328,6 +341,7 @@ fn locked(dir: &Path, entry: RunFile, until: Option<Instant>) -> Result<LockedRu
         Mode::RUSR | Mode::WUSR,
     )
     .map_err(|errno| not_opened(&path, errno))?;
+    // Checked on the open file, which no rename can exchange any more.
     check_owner(&file, &path, FileType::RegularFile, entry.closed, "600")?;
     lock(&file, &path, until)?;
     Ok(LockedRunFile(file.into()))

@@ -101,6 +101,7 @@ impl SafetensorsFile {
         let (Some(end), Some(tensor)) = (end, tensor) else {
             return Err(failed(format!("it has no tensor {index}").into()));
         };
+        // Not beyond the tensor, where the next one lies.
         if end > tensor.range.len {
             let (name, len) = (&tensor.name, tensor.range.len);
             let beyond = format!("tensor {name:?} has {len} bytes, asked for {start} to {end}");

@@ -39,6 +39,7 @@ impl SafetensorsHeader {
         let mut start = [0; 8];
         read_at(0, &mut start)?;
         let header_bytes = u64::from_le_bytes(start);
+        // Before memory is taken: a file's own word may be anything.
         if header_bytes > MAX_HEADER || header_bytes > after_start {
             return Err(format!(
                 "it says that its header has {header_bytes} bytes: not a safetensors file"
@@ -123,6 +124,7 @@ impl Shard {
         tensors.sort_by(|(a, _, left), (b, _, right)| b.cmp(a).then(left.name.cmp(&right.name)));
         let (mut shards, mut part, mut bytes) = (Vec::new(), Vec::new(), 0);
         for tensor in tensors {
+            // A tensor larger than the budget has a file to itself.
             let len = tensor.2.range.len;
             if !part.is_empty() && bytes + len > budget {
                 shards.push(Self::of(&std::mem::take(&mut part), metadata)?);
@@ -139,6 +141,7 @@ impl Shard {
         part: &[(safetensors::Dtype, usize, &TensorSpec)],
         metadata: &HashMap<String, String>,
     ) -> Result<Self, BoxedError> {
+        // Offsets count from the end of the header, without gaps: the format allows none.
         let mut end = 0;
         let infos = part.iter().map(|(dtype, _, tensor)| {
             let start = end;
@@ -155,6 +158,7 @@ impl Shard {
         let value: BTreeMap<String, serde_json::Value> =
             serde_json::from_value(serde_json::to_value(&metadata)?)?;
         let mut text = serde_json::to_vec(&value)?;
+        // The format pads the header with spaces, so that the tensors behind it lie aligned.
         text.resize(text.len().next_multiple_of(8), b' ');
         let len = text.len() as u64;
         if len > MAX_HEADER {

@@ -217,6 +217,7 @@ inventory::submit! {
 fn registered(name: &str, text: &str) -> Result<&'static Registration> {
     let all = inventory::iter::<Registration>.into_iter();
     let mut found = all.clone().filter(|one| one.name == name);
+    // Two crates may register one name. Which of the two was meant cannot be told.
     match (found.next(), found.count()) {
         (Some(one), 0) => Ok(one),
         (None, _) => {
@@ -312,6 +313,7 @@ impl AnyScheme {
                                 commas, neither with spaces around it";
                 return bad(key, expected, value);
             }
+            // A worker that reads the text refuses a key that comes twice.
             if settings[..at].iter().any(|(earlier, _)| earlier == key) {
                 return bad(key, "to be set once", &text);
             }
@@ -345,6 +347,7 @@ impl FromStr for AnyScheme {
         let registration = registered(name, text)?;
         let mut known = BTreeMap::new();
         for (key, value) in settings {
+            // The map would keep the last one without a word.
             if known.contains_key(key) {
                 return Err(Error::BadSetting {
                     setting: cut(key),

@@ -72,6 +72,7 @@ impl SendHistory {
 
     /// Versions went live.
     pub(crate) fn published(&self, versions: &[(ModelId, Version)], bytes: u64, copied: Duration) {
+        // Noted as the version goes live, so that a status shows a send whose workers still load.
         let mut noted = self.noted();
         noted.status.sends += 1;
         for (name, version) in versions {
@@ -94,6 +95,8 @@ impl SendHistory {
     pub(crate) fn reported(&self, report: &Report) {
         let at = Instant::now();
         let mut noted = self.noted();
+        // A send in groups is published in parts: its report names all of them, the last part
+        // last.
         if let Some((last, _)) = &mut noted.last_send
             && report.versions.ends_with(&last.versions)
         {
@@ -131,6 +134,7 @@ impl SendHistory {
         // Not under the lock, because a transport may have locks of its own.
         fill(&mut status);
         let noted = self.noted();
+        // The report may be that of an earlier process with this number.
         for worker in &mut status.workers {
             let noticed = noted.outcomes.get(&worker.worker);
             let noticed = noticed.filter(|noticed| noticed.pid == worker.pid);

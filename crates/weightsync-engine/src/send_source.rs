@@ -146,6 +146,7 @@ pub(crate) fn resolve<'a>(
     let mut resolved: Resolved<'a> = match members {
         Members::One(weights) => vec![(only()?, weights)],
         Members::Set(set) => {
+            // The options name one model, so the set may have no other.
             if let Some(named) = named
                 && set.iter().any(|(id, _)| *id != named)
             {
@@ -175,6 +176,7 @@ pub(crate) fn resolve<'a>(
     if resolved.is_empty() {
         return Err(Error::EmptySet);
     }
+    // In the order of the sender's models, whatever order the set has.
     resolved.sort_by_key(|(index, _)| *index);
     Ok(resolved)
 }

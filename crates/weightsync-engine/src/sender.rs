@@ -99,6 +99,7 @@ impl Sender {
     ) -> Result<Report> {
         let (since, until) = self.times(options);
         let in_flight = self.publish(weights.members(), options, since, until)?;
+        // Later than asked by the time in which the source wrote its tensors.
         let until = in_flight.deadline;
         in_flight.finish(options.wait, until)
     }
@@ -117,6 +118,7 @@ impl Sender {
         options: &SendOptions,
     ) -> Result<PendingSend> {
         let (since, until) = self.times(options);
+        // Before the source is read: an earlier send may have to settle first.
         self.make_way(until)?;
         let in_flight = self.publish(weights.members(), options, since, until)?;
         let pending = PendingSend::new(in_flight, options.wait);
@@ -216,6 +218,7 @@ impl Sender {
         since: Instant,
         until: Deadline,
     ) -> Result<()> {
+        // Where the first weights come with the first send, a worker counts as soon as it is there.
         let first = self.setup.scheme.scheme().first_weights();
         let counts =
             |worker: &WorkerStatus| worker.is_ready() || first == FirstWeights::AtFirstSend;
@@ -228,17 +231,22 @@ impl Sender {
         let mut joined: Vec<WorkerId> = Vec::new();
         let mut gone = Vec::new();
         let there = self.transport.wait_workers(until, &mut |there| {
+            // Workers that left in order before this wait began belong to an earlier wait.
             all = there.joined;
             let here = there.workers.iter().filter(|worker| counts(worker));
+            // A worker may load the first version and leave in order while others still join: it
+            // counts.
             let left = there.gone.iter().filter(|gone| {
                 gone.joined > before && gone.how == Outcome::Left && counts(&gone.status)
             });
             let left = left.map(|gone| &gone.status);
             let ready: BTreeSet<_> = here.chain(left).map(|worker| worker.worker).collect();
+            // Only those that are new since the last look are logged.
             let known = std::mem::replace(&mut joined, ready.into_iter().collect());
             log_joined(&there.workers, &known, &joined, expect);
             gone = not_back(there, expect);
             let mut rejected = there.rejected.iter();
+            // A worker that can use none of the models will not come: waiting on would be in vain.
             let hopeless = rejected.any(|worker| expect.includes(*worker));
             hopeless || expect.met_by(&joined)
         })?;
@@ -246,6 +254,7 @@ impl Sender {
         let model = self.setup.name();
         if expect.met_by(&joined) || (there && !self.has_workers()) {
             tracing::debug!(%model, run = %self.run, workers = expect.len(), "connected");
+            // Only after success: a wait that failed uses no worker up.
             self.counted = all;
             return Ok(());
         }
@@ -255,6 +264,7 @@ impl Sender {
         if !refusals.is_empty() {
             return Err(Error::Refused { model, refusals });
         }
+        // Nothing is undone: a caller that keeps the sender may wait again.
         Err(Error::MissingWorkers {
             model,
             expected: expect.len(),
@@ -342,6 +352,8 @@ impl Drop for Sender {
         if !self.owner.is_here() {
             return;
         }
+        // A caller may keep a handle longer than the sender. It keeps the last report, and drops
+        // what is the sender's.
         for one in self.handles.iter().filter_map(Weak::upgrade) {
             one.close();
         }
@@ -350,8 +362,10 @@ impl Drop for Sender {
 
 /// For each expected number, the last worker that went without leaving in order and is not back.
 fn not_back(there: &Attendance, expect: &Expect) -> Vec<WorkerReport> {
+    // Of a number that went several times, the last.
     let last = there.gone.iter().map(|gone| (gone.status.worker, gone));
     let last: BTreeMap<_, _> = last.collect();
+    // A worker that came back is missing no more.
     let is_back = |worker: &WorkerId| there.workers.iter().any(|one| one.worker == *worker);
     let gone = last.into_iter().filter(|(worker, gone)| {
         gone.how != Outcome::Left && expect.includes(*worker) && !is_back(worker)

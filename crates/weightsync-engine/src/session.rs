@@ -125,6 +125,7 @@ impl Session {
     /// those of [`SenderSetup::new`] and [`SenderSetup::scheme`].
     pub fn init_on_sender(&mut self, model: &str, source: &dyn WeightExtractor) -> Result<()> {
         let setup = match &self.state {
+            // A clone: if this fails, the session stays as it was.
             SessionState::PreparedSender(setup) if !setup.has(model) => {
                 (**setup).clone().add_model(model, source)?
             }
@@ -221,6 +222,7 @@ impl Session {
         let until = deadline(timeout);
         match &self.state {
             SessionState::PreparedSender(setup) => {
+                // A clone: after an error the session is prepared as before.
                 let setup = (**setup).clone();
                 let sender = match first {
                     Some(version) => setup.open_at(weights, version, timeout),
@@ -228,9 +230,12 @@ impl Session {
                 }?;
                 self.state = SessionState::Opened(Box::new(sender));
             }
+            // The first version is published. These weights are only compared, so that a mistake
+            // shows now.
             SessionState::Opened(sender) => sender.check(weights.members())?,
             state => return Err(state.wrong("connect_sender")),
         }
+        // Taken out, because the wait needs it whole. Every way out puts a state back.
         match std::mem::replace(&mut self.state, SessionState::Closed) {
             SessionState::Opened(mut sender) => {
                 let connected = sender.wait_until(&expect, since, until);
@@ -253,6 +258,7 @@ impl Session {
     ///
     /// [`Error::WrongOrder`], and those of [`ReceiverSetup::connect`].
     pub fn connect_receiver(&mut self, timeout: Option<Duration>) -> Result<()> {
+        // A clone of the setup connects, so that a failed call leaves the session prepared.
         let SessionState::PreparedReceiver(setup) = &self.state else {
             return Err(self.state.wrong("connect_receiver"));
         };
@@ -304,6 +310,7 @@ impl Session {
     ///
     /// [`Error::WrongOrder`], and those of [`Joined::load`].
     pub fn load_joined(&mut self, models: &mut SetLoader<'_>) -> Result<()> {
+        // Taken out: a load consumes it. The session stays closed if the load fails.
         match std::mem::replace(&mut self.state, SessionState::Closed) {
             SessionState::Joined(joined) => {
                 self.state = SessionState::Receiving(Box::new(joined.load(models)?));
@@ -411,6 +418,7 @@ impl Session {
     /// Shuts down the sender or the receiver, and leaves nothing behind. A second call does
     /// nothing.
     pub fn shutdown(&mut self) {
+        // A sender that was never opened still holds its endpoint, such as a port.
         if let SessionState::PreparedSender(setup) =
             std::mem::replace(&mut self.state, SessionState::Closed)
         {
@@ -519,6 +527,7 @@ struct WireSession {
 
 impl Serialize for Session {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        // A scheme given as a value may have settings that no text has: this refuses it here.
         let scheme = match &self.chosen {
             Some(scheme) => scheme.text().map_err(ser::Error::custom)?,
             None => self.scheme.clone(),
@@ -534,6 +543,7 @@ impl Serialize for Session {
 impl<'de> Deserialize<'de> for Session {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         let WireSession { scheme, info } = WireSession::deserialize(deserializer)?;
+        // The text comes from another process.
         if scheme.is_empty() || scheme.len() > MAX_TEXT {
             let len = scheme.len();
             let words = format!("a scheme of {len} bytes, expected 1 to {MAX_TEXT}");

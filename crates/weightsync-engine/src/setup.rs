@@ -201,6 +201,7 @@ impl SenderSetup {
         let place = place_of(model, self.models.iter().map(|one| &one.prepared.id))?;
         let found = &mut self.models[place];
         let sent = source.attributes()?.sent_layout(&source.layout()?)?;
+        // A registered source of another model would only fail at the first send.
         compare(&found.prepared, &sent)?;
         found.source = Some(Arc::new(source));
         Ok(self)
@@ -226,6 +227,7 @@ impl SenderSetup {
     /// run directory is set and the scheme cannot find a restarted trainer.
     pub fn scheme(mut self, scheme: impl Into<AnyScheme>) -> Result<Self> {
         let scheme = scheme.into();
+        // Refused here if a worker could not read it back from the init info.
         scheme.text()?;
         self.scheme = scheme;
         self.placed()
@@ -444,12 +446,14 @@ impl SenderSetup {
             Some(_) => drop(self.are_all_there(weights.members())?),
             None => self.check(weights.members())?,
         }
+        // After the comparison: wrong weights use up no epoch.
         let run = match &self.run_dir {
             Some(dir) => run_dir::next_run(dir, until)?,
             None => run_dir::anonymous_run()?,
         };
         let specs: Vec<_> = self.models.iter().map(SetupModel::spec).collect();
         let scheme = self.scheme.to_string();
+        // Made first: a transport may answer for the status from its first moment on.
         let history = Arc::new(SendHistory::new(&scheme, self.at.address(), &specs));
         let transport = self.scheme.scheme().open(&Opening {
             at: &self.at,
@@ -458,11 +462,14 @@ impl SenderSetup {
             options: self.transfer,
             history: &history,
         })?;
+        // A place that counts the runs has the last word.
         let run = transport.run().unwrap_or(run);
+        // An earlier sender may have left versions, as in a store: the numbers go on from there.
         let newest = (0..specs.len()).map(|model| transport.version(model));
         history.opened(run.to_string(), newest);
         let mut sender = Sender::new(self, transport, run, history);
         if let Some(first) = first {
+            // Workers join after this. The caller waits for them.
             let first = first.wait(WaitFor::Sent).timeout(timeout);
             sender.send_with(weights, &first)?;
         }
@@ -492,6 +499,7 @@ impl SenderSetup {
 
     /// Replaces a model's source. All other settings stay.
     pub(crate) fn replacing(mut self, model: &str, source: &dyn WeightExtractor) -> Result<Self> {
+        // The cast belongs to the setup, and so to the new source as well.
         let mut new = SetupModel::new(model, source)?.cast(self.cast)?;
         for old in &mut self.models {
             if old.prepared.id == new.prepared.id {

@@ -76,6 +76,8 @@ macro_rules! lock {
             }
 
             fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
+                // The lock is held until the source is read: the model cannot change between two of
+                // its tensors.
                 $read(self).ok_or_else(not_sent)?.extract(take)
             }
 

@@ -104,6 +104,7 @@ impl Snapshot {
     ) -> Result<Self> {
         let prepared = Prepared::new(model, weights)?;
         let spare = spare.filter(|image| *image.layout() == prepared.layout);
+        // Memory that was used before needs no new pages from the system.
         let mut image = spare.unwrap_or_else(|| Image::zeros(&prepared.layout));
         publish::whole(&prepared, weights, &mut |sources| image.write(sources))?;
         let spec = ModelSpec {
@@ -142,6 +143,7 @@ impl Snapshot {
     /// A copy in the memory of this process. Once the original is dropped, the copy takes none of
     /// the sender's slots.
     pub fn to_owned_copy(&self) -> Self {
+        // What is in memory of this process is a copy already, and clones share it.
         let SnapshotMemory::Slot(slot) = &self.held else {
             return self.clone();
         };
@@ -188,16 +190,19 @@ impl Snapshot {
         let SnapshotMemory::Slot(slot) = &lent.held else {
             return lent.clone();
         };
+        // Another holder would see the bytes change, so then a new copy is made.
         let own = match &mut self.held {
             SnapshotMemory::Own(own) => Arc::get_mut(own),
             SnapshotMemory::Slot(_) => None,
         };
+        // Memory that is shared, or too large or small, is left to those who hold it.
         let Some(own) = own.filter(|own| own.image.layout() == slot.layout()) else {
             return lent.to_owned_copy();
         };
         own.image.overwrite(slot.bytes());
         own.run = slot.run();
         own.version = slot.version();
+        // The digest was that of the bytes before.
         own.published = OnceLock::new();
         self.with_digest_of(lent)
     }
@@ -262,6 +267,7 @@ impl Snapshot {
     /// [`Error::NoSuchTensor`].
     pub fn tensor(&self, name: &str) -> Result<TensorView<'_>> {
         let layout = self.layout();
+        // A tied tensor has no place of its own: the tensor that it is tied to stands for it.
         let index = layout
             .index_of(name)
             .or_else(|| layout.index_of(self.attributes.tied_to(name)?));
@@ -402,6 +408,7 @@ impl WeightExtractor for Snapshot {
     }
 
     fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
+        // A source lends every name of the model. The sender then leaves the tied ones out again.
         let ties = self.attributes.ties().iter();
         let tied = ties.map(|(alias, of)| Ok(self.tensor(of)?.renamed(alias)));
         let lent = self.tensors().map(Ok).chain(tied).map(|view: Result<_>| {

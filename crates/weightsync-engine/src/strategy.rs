@@ -175,6 +175,7 @@ impl<'a> Weights<'a> {
         let views: Vec<_> = packed.views().collect();
         match &own {
             None => model.load(&views),
+            // A model may have only some names of tied tensors.
             Some(own) => {
                 let named = |view: &TensorView<'_>| own.index_of(view.name()).is_some();
                 model.load(&views.into_iter().filter(named).collect::<Vec<_>>())

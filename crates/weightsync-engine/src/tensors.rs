@@ -208,6 +208,7 @@ impl Tensors {
                 got: tensor.dtype,
             });
         }
+        // Tensors lie in words of 8 bytes, which are aligned for every element.
         let elements = <[T]>::mut_from_bytes(tensor.bytes_mut());
         Ok(elements.unwrap_or_else(|_| unreachable!("words are aligned and lengths whole")))
     }
@@ -217,6 +218,7 @@ impl Tensors {
     }
 
     fn put(&mut self, name: &str, tensor: OwnedTensor) {
+        // The layout is made again when it is asked for.
         self.layout.take();
         match self.index.get(name) {
             Some(&index) => self.tensors[index].1 = tensor,
@@ -238,6 +240,7 @@ impl Tensors {
 
 impl WeightExtractor for Tensors {
     fn layout(&self) -> Result<Layout> {
+        // Kept: with very many tensors, making it takes longer than the copy.
         if let Some(layout) = self.layout.get() {
             return Ok(layout.clone());
         }
@@ -248,6 +251,7 @@ impl WeightExtractor for Tensors {
     }
 
     fn plain_bytes(&self, expected: &Layout, _: CrateOnly) -> Option<Vec<&[u8]>> {
+        // Only a layout that was made before is known without a look at each tensor.
         let own = self.layout.get()?;
         (own == expected).then(|| {
             self.tensors

@@ -55,6 +55,7 @@ pub(crate) fn write(
             source,
         })
     };
+    // One file, or shards that are cut by the budget, as other programs expect them.
     let shards = Shard::cut(layout, budget, &metadata).map_err(unable)?;
     let mut files = Vec::new();
     let mut map = serde_json::Map::new();
@@ -64,6 +65,7 @@ pub(crate) fn write(
             1 => format!("model{SAFETENSORS}"),
             count => format!("model-{:05}-of-{count:05}{SAFETENSORS}", index + 1),
         };
+        // The index says for each tensor which file has it.
         for &tensor in &shard.tensors {
             let tensor = layout.tensors()[tensor].name.clone();
             map.insert(tensor, name.clone().into());
@@ -75,6 +77,7 @@ pub(crate) fn write(
         let parts = std::iter::once(&shard.header[..]).chain(tensors);
         files.push(write_file(storage, dir, &name, parts)?);
     }
+    // A single file needs no index: programs find it by its name.
     if shards.len() > 1 {
         let index = serde_json::json!({
             "metadata": { "total_size": layout.payload_bytes() },
@@ -99,6 +102,7 @@ pub(crate) fn write_file<'a>(
     parts: impl Iterator<Item = &'a [u8]>,
 ) -> Result<FileEntry> {
     let path = format!("{dir}{name}");
+    // Made of the bytes as they are written, so that a later check of the file needs no version.
     let mut crc = Crc64::new();
     let mut bytes = 0;
     let write = || -> io::Result<()> {
@@ -124,6 +128,8 @@ pub(crate) fn write_file<'a>(
 
 /// Writes a piece; small ones are gathered.
 fn append(upload: &mut dyn Upload, pending: &mut Vec<u8>, piece: &[u8]) -> io::Result<()> {
+    // Small tensors are written together: each write is a call of the system, or a part of an
+    // upload.
     if pending.len() + piece.len() > PIECE {
         upload.write(pending)?;
         pending.clear();
@@ -170,6 +176,7 @@ impl StoredBase {
     /// Whether `stored` is this version with further deltas, or none.
     pub(crate) fn is_below(&self, stored: &Stored) -> bool {
         let own = &self.stored;
+        // Then the base's bytes are those after the first of these deltas.
         own.model == stored.model
             && own.spec == stored.spec
             && own.anchor == stored.anchor
@@ -188,6 +195,7 @@ pub(crate) fn read(
     base: Option<&StoredBase>,
 ) -> Result<Image> {
     let layout = &spec.layout;
+    // These deltas are in the base already.
     let known = base.map_or(0, |base| base.stored.deltas.len());
     let deltas = open_deltas(storage, stored, layout, known)?;
     let shards = match base {
@@ -198,9 +206,11 @@ pub(crate) fn read(
     let spare = spare.filter(|image| image.layout() == layout);
     let mut image = spare.unwrap_or_else(|| Image::zeros(layout));
     let mut digester = match &shards {
+        // With deltas the digest is that of the folded image.
         Some(shards) => read_shards(storage, shards, &mut image, deltas.is_empty())?,
         None => Digester::new(layout.bytes()),
     };
+    // A version without deltas is the anchor itself.
     if base.is_some() || !deltas.is_empty() {
         let base = base.map(|base| base.snapshot.bytes());
         digester = match fold(storage, &deltas, base, &mut image) {
@@ -251,12 +261,14 @@ pub(crate) fn open_shards(
     layout: &Layout,
 ) -> Result<Vec<OpenShard>> {
     let mut shards = Vec::new();
+    // Every tensor has to come from one file, no more and no less.
     let mut found = vec![false; layout.len()];
     let files = stored.anchor.files.iter();
     for file in files.filter(|file| file.name.ends_with(SAFETENSORS)) {
         let path = stored.anchor.at.file(&stored.model, &file.name);
         let blob = open(storage, &path, file.bytes)?;
         let mut failed = None;
+        // An error of the storage must not be told as damage: it is kept apart.
         let header = SafetensorsHeader::read(file.bytes, &mut |at, place| {
             let read = blob.read_at(at, place);
             read.map_err(|error| {
@@ -309,6 +321,7 @@ pub(crate) fn open(storage: &dyn Storage, path: &str, bytes: u64) -> Result<Box<
         _ => StoreError::file("opening", name())(error),
     })?;
     let blob = blob.ok_or_else(|| Damage::new(name(), "it is missing"))?;
+    // The cheapest check comes first: a file that was cut short is found without a read.
     match blob.bytes() == bytes {
         true => Ok(blob),
         false => {
@@ -333,11 +346,13 @@ fn read_shards(
         place: &'a mut [u8],
     }
     let layout = image.layout().clone();
+    // Cut into pieces, so that threads share large tensors, too.
     let mut places: Vec<_> = image.tensors_mut().into_iter().map(Some).collect();
     let mut jobs = Vec::new();
     for shard in shards {
         for &(index, offset) in &shard.tensors {
             let start = layout.tensors()[index].range.offset;
+            // Each place is taken once: `open_shards` has found every tensor in one file.
             let place = places[index].take().unwrap_or_default();
             jobs.extend(place.chunks_mut(PIECE).enumerate().map(|(piece, place)| {
                 let from = (piece * PIECE) as u64;
@@ -358,6 +373,8 @@ fn read_shards(
             let mut digester = Digester::new(layout.bytes());
             loop {
                 let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
+                // One failure ends all threads. An interruption is seen by the caller's thread
+                // alone, and ends the others this way.
                 let Some(job) = job.filter(|_| !has_failed(&all)) else {
                     return Ok(digester);
                 };
@@ -378,6 +395,7 @@ fn read_shards(
 fn merge(all: &Mutex<Result<Digester>>, done: Result<Digester>) {
     let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
     match (&mut *all, done) {
+        // Digests of parts add up in any order.
         (Ok(all), Ok(done)) => {
             let merged = all.merge(&done);
             merged.unwrap_or_else(|error| unreachable!("they are of one image: {error}"));
@@ -432,6 +450,7 @@ fn fold(
     image: &mut Image,
 ) -> Result<Digester> {
     let layout = image.layout().clone();
+    // Spans do not touch each other, so threads take them in any order.
     let spans = image.bytes_mut().chunks_mut(SPAN as usize).enumerate();
     let spans = Mutex::new(spans);
     let all = Mutex::new(Ok(Digester::new(layout.bytes())));
@@ -445,6 +464,7 @@ fn fold(
                 let Some((span, place)) = span.filter(|_| !has_failed(&all)) else {
                     return Ok(digester);
                 };
+                // Without a base the anchor lies in the image already.
                 if let Some(base) = base {
                     let at = span * SPAN as usize;
                     place.copy_from_slice(&base[at..at + place.len()]);
@@ -479,6 +499,7 @@ pub(crate) fn apply(
     scratch: &mut Scratch,
 ) -> Result<()> {
     let (offset, len) = index.part(span);
+    // A span that did not change needs no read.
     if len == 0 {
         return Ok(());
     }
@@ -501,6 +522,7 @@ pub(crate) fn cut_short(storage: &dyn Storage, path: &str, error: io::Error) -> 
 /// Finds the file that is not what was written there.
 pub(crate) fn blame(storage: &dyn Storage, stored: &Stored) -> Result<Option<Damage>> {
     for (path, bytes, crc64) in stored.files() {
+        // The first file that is not as it was written.
         if let Some(damage) = check_file(storage, &path, bytes, crc64, &mut |_| Ok(()))? {
             return Ok(Some(damage));
         }
@@ -535,6 +557,7 @@ pub(crate) fn check_file(
         opened => opened?,
     };
     let mut crc = Crc64::new();
+    // Piece by piece: files are larger than the memory that a check may take.
     let mut piece = vec![0; PIECE];
     let mut at = 0;
     while at < bytes {

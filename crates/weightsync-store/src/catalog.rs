@@ -88,6 +88,7 @@ impl Catalog {
                 catalog.places = listed.filter(|place| head.has(*place)).collect();
                 catalog.names = head.names.clone();
                 let (count, got) = (head.count, catalog.places.len() as u64);
+                // The newest version is what readers want, so its absence is told by name.
                 if let Some(newest) = head.newest()
                     && catalog.places.last() != Some(&newest)
                 {
@@ -122,12 +123,14 @@ impl Catalog {
         let mut dropped = BTreeSet::new();
         let versions;
         match &self.head {
+            // Taken over: only the run that writes changes.
             Some((_, head)) => {
                 runs = head.runs.clone();
                 dropped.clone_from(&head.dropped);
                 versions = head.versions.clone();
             }
             None => {
+                // Rebuilt from the manifests.
                 versions = self.versions(storage)?;
                 for place in &self.places {
                     if runs.last().map(|run: &PublishedRun| run.epoch) != Some(place.epoch) {
@@ -152,6 +155,7 @@ impl Catalog {
             .iter()
             .filter_map(|name| name.parse::<VersionKey>().ok());
         let data: Vec<_> = data.collect();
+        // Above every epoch that left a trace, also that of a writer that never published.
         let epochs = self.listed.iter().chain(&data).map(|place| place.epoch);
         let epochs = epochs.chain(runs.iter().map(|run| run.epoch));
         let highest = epochs.max().unwrap_or(Epoch(0));
@@ -231,6 +235,7 @@ pub(crate) fn manifest(storage: &dyn Storage, place: VersionKey) -> Result<Optio
         return Ok(None);
     };
     let manifest: StoreManifest = unseal(&file, &bytes)?;
+    // A copy of another version's manifest would name that version's files.
     match manifest.place == place {
         true => Ok(Some(manifest)),
         false => {

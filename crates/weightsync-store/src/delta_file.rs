@@ -45,6 +45,7 @@ pub(crate) fn make(
 ) -> Option<EncodedChanges> {
     let spans = spans(layout);
     let header = (MAGIC.len() + 8 + 8 * spans) as u64;
+    // The header counts, too: the limit is for the whole file.
     let total = AtomicU64::new(header);
     let (elements, changed) = (AtomicU64::new(0), AtomicU64::new(0));
     let parts: Vec<_> = (0..spans).map(|_| Mutex::new((SAME, Vec::new()))).collect();
@@ -52,7 +53,9 @@ pub(crate) fn make(
     threads::run(spans, || {
         let mut scratch = Scratch::new();
         loop {
+            // Relaxed: each index is taken once, and the end of the scope orders the rest.
             let index = next.fetch_add(1, Ordering::Relaxed);
+            // Changes that take too many bytes are given up as soon as that shows.
             if index >= spans || total.load(Ordering::Relaxed) > limit {
                 return;
             }
@@ -65,6 +68,7 @@ pub(crate) fn make(
             };
             let kind = match part.len() {
                 0 => SAME,
+                // Changes that are as long as the span itself are no gain.
                 len if len >= new.len() => WHOLE,
                 _ => CHANGES,
             };
@@ -85,6 +89,7 @@ pub(crate) fn make(
     let parts = parts.map(|part| part.into_inner().unwrap_or_else(PoisonError::into_inner));
     let parts: Vec<_> = parts.collect();
     let mut bytes = Vec::with_capacity(total as usize);
+    // All lengths come first: a reader of one span seeks to its part.
     bytes.extend_from_slice(MAGIC);
     bytes.extend_from_slice(&layout.bytes().to_le_bytes());
     for (kind, part) in &parts {
@@ -124,6 +129,7 @@ impl DeltaIndex {
         let rest = header.strip_prefix(MAGIC);
         let rest = rest.ok_or("it does not begin like a file of changes")?;
         let (len, rest) = rest.split_first_chunk().ok_or("it is cut short")?;
+        // Changes of another model would fold onto bytes that they were not made of.
         let got = u64::from_le_bytes(*len);
         if got != image {
             return Err(format!(
@@ -141,6 +147,7 @@ impl DeltaIndex {
             let len = u32::from_le_bytes([*a, *b, *c, *d]) as usize;
             let kind = u32::from_le_bytes(*kind);
             let span = range_of(layout, index).len();
+            // A span's kind and its length have to agree: they come from a file.
             let right = match kind {
                 SAME => len == 0,
                 CHANGES => (1..span).contains(&len),
@@ -153,6 +160,7 @@ impl DeltaIndex {
             parts.push((kind, at, len));
             at += len as u64;
         }
+        // The parts fill the file to its end, so a cut is seen before anything is read.
         match at == bytes {
             true => Ok(Self { parts }),
             false => Err(format!("it has {bytes} bytes, expected {at}")),

@@ -164,13 +164,16 @@ impl Head {
     }
 
     fn check(&self) -> Result<(), String> {
+        // Runs are looked up by halves, which needs this order.
         let epochs = self.runs.windows(2);
         if !epochs.into_iter().all(|pair| pair[0].epoch < pair[1].epoch) {
             return Err("its runs are out of order".into());
         }
+        // A claim adds its run, so the run that may write is always the last.
         if self.runs.last().map(|run| run.epoch) != Some(self.run.epoch) {
             return Err("its newest run is not the one that writes".into());
         }
+        // Numbers grow over all runs, so the newest version is that of the last run that published.
         let written: Vec<_> = self.runs.iter().filter(|run| run.last > 0).collect();
         if !written.windows(2).all(|pair| pair[0].last < pair[1].last) {
             return Err("its versions are out of order".into());
@@ -311,6 +314,7 @@ impl StoreManifest {
 
     fn check(&self) -> Result<(), String> {
         let ids: BTreeSet<_> = self.models.iter().map(|model| &model.model).collect();
+        // Everything below comes from a file, which anybody may have written.
         if self.models.is_empty() || ids.len() != self.models.len() {
             return Err("it has no models, or one twice".into());
         }
@@ -322,9 +326,11 @@ impl StoreManifest {
             if model.version.is_none() {
                 return Err(format!("{id} has no version"));
             }
+            // Each delta is a file to open and to apply.
             if model.deltas.len() > MAX_CHAIN {
                 return Err(format!("{id} has more than {MAX_CHAIN} deltas"));
             }
+            // An anchor comes before its deltas, and no file is newer than its version.
             let at: Vec<_> = model.needs().collect();
             let last = at.last().is_some_and(|last| *last <= self.place);
             if !last || !at.windows(2).all(|pair| pair[0] < pair[1]) {
@@ -334,6 +340,7 @@ impl StoreManifest {
             if names.len() != model.anchor.files.len() {
                 return Err(format!("{id} has a file twice"));
             }
+            // A name becomes a part of a path, so it must not lead anywhere else.
             if let Some(name) = names.into_iter().find(|name| !is_file_name(name)) {
                 return Err(format!("{id} has a file with the name {name:?}"));
             }
@@ -352,6 +359,7 @@ impl StoreManifest {
 /// Whether this can be the name of a file in an anchor: of a plain file there, and not of one that
 /// the store makes in addition.
 pub(crate) fn is_file_name(name: &str) -> bool {
+    // Names with a dot in front are those of unfinished files.
     let plain = !name.is_empty() && name.len() <= 255 && !name.starts_with('.');
     plain
         && name != DELTA
@@ -403,6 +411,7 @@ impl Serialize for Crc {
 impl<'de> Deserialize<'de> for Crc {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
+        // One spelling only, so that equal checksums are equal texts.
         let value = u64::from_str_radix(&text, 16).map(Self).ok();
         let value = value.filter(|value| value.to_string() == text);
         value.ok_or_else(|| de::Error::custom(format!("{text:?} is not a checksum")))
@@ -511,6 +520,7 @@ pub(crate) fn unseal<T: Value>(file: &str, bytes: &[u8]) -> Result<T> {
     }
     let sealed: SealedValue = serde_json::from_slice(bytes)
         .map_err(|error| damaged(format!("it is not what a store writes: {error}")))?;
+    // Of the text as it lies in the file: nothing is written again to compare it.
     let crc64 = seal_of(sealed.format, sealed.value.get());
     if crc64 != sealed.crc64 {
         let expected = sealed.crc64;
@@ -518,6 +528,7 @@ pub(crate) fn unseal<T: Value>(file: &str, bytes: &[u8]) -> Result<T> {
     }
     let value: T = serde_json::from_str(sealed.value.get())
         .map_err(|error| damaged(format!("it is not what a store writes: {error}")))?;
+    // A right checksum says that a store wrote it, and not that its parts agree.
     value.check().map_err(damaged)?;
     Ok(value)
 }

@@ -27,10 +27,13 @@ pub(crate) struct Lease {
 
 impl Lease {
     pub(crate) fn take(storage: &Arc<dyn Storage>, place: VersionKey) -> Result<Self> {
+        // A name of its own, so that no reader waits for another.
         let random: [u8; 8] = weightsync_engine::transport::random()?;
         let path = format!("{LEASES}/{place}.{:016x}", u64::from_le_bytes(random));
         let presence = match storage.announce(&path, b"") {
             Ok(presence) => Some(presence),
+            // Such a reader goes without a lease. What it reads may be removed meanwhile: it then
+            // looks for the manifest again.
             Err(error)
                 if matches!(
                     error.kind(),

@@ -82,6 +82,7 @@ impl StoredWeights {
     /// The caller has a lease.
     fn open(store: &Store, manifest: &StoreManifest, stored: &Stored) -> Result<Self> {
         let storage = store.shared_storage();
+        // The lease of `read` ends when it returns. This one lives as long as the weights.
         let lease = Lease::take(&storage, manifest.place)?;
         let spec = store.spec(&stored.model, &stored.spec)?;
         let layout = &spec.layout;
@@ -161,6 +162,7 @@ impl StoredWeights {
     #[must_use]
     pub fn resume(mut self, known: &Arc<Comparison>) -> Self {
         let of = |one: &Comparison| (one.digest, one.bytes);
+        // Sums of another version would call these files damaged.
         if of(known) == of(&self.comparison) {
             self.comparison = known.clone();
         }
@@ -177,6 +179,7 @@ impl StoredWeights {
     ///
     /// Those of [`compare`](Self::compare).
     pub fn piece(&self, piece: usize) -> Result<Vec<u8>> {
+        // Nothing is handed out before the whole version was compared with its digest.
         let expected = self.sums(&|| true)?[piece];
         let mut bytes = Vec::new();
         self.read(piece, &mut bytes, &mut Scratch::new())?;
@@ -195,6 +198,7 @@ impl StoredWeights {
     /// The checksums of all pieces.
     fn sums(&self, goes_on: &dyn Fn() -> bool) -> Result<&[u64]> {
         let known = &*self.comparison;
+        // Held for the whole comparison: one thread makes it, and the others wait for its result.
         let begun = known.begun.lock();
         let mut begun = begun.unwrap_or_else(PoisonError::into_inner);
         if let Some(sums) = known.sums.get() {
@@ -202,6 +206,7 @@ impl StoredWeights {
         }
         let layout = &self.spec.layout;
         let (mut bytes, mut scratch) = (Vec::new(), Scratch::new());
+        // An interrupted comparison goes on where it ended.
         for piece in begun.sums.len()..delta_file::spans(layout) {
             if !goes_on() {
                 return Err(Error::Interrupted.into());
@@ -218,6 +223,7 @@ impl StoredWeights {
             let fed = begun.digester.tensor(piece as u64 * SPAN, &bytes);
             fed.unwrap_or_else(|error| unreachable!("pieces lie in the image: {error}"));
         }
+        // Taken out: if the digest is wrong, the next comparison begins from the start.
         let Begun { digester, sums } = mem::replace(&mut *begun, Begun::new(known.bytes));
         anchor::has_digest(&*self.storage, self.manifest, &self.stored, digester)?;
         Ok(known.sums.get_or_init(|| sums))
@@ -232,6 +238,7 @@ impl StoredWeights {
         let (start, end) = (range.start as u64, range.end as u64);
         let mut open: Option<(usize, Box<dyn Blob>)> = None;
         let all = layout.tensors();
+        // Tensors are in order, so those before the piece are skipped by halves.
         let first = all.partition_point(|tensor| tensor.range.offset + tensor.range.len <= start);
         for (tensor, (shard, offset)) in all.iter().zip(&self.tensors).skip(first) {
             let from = start.max(tensor.range.offset);
@@ -243,6 +250,7 @@ impl StoredWeights {
                 continue;
             }
             let (path, len) = &self.shards[*shard];
+            // Tensors that follow each other often lie in one file, which stays open.
             let blob = match open.take_if(|(of, _)| of == shard) {
                 Some((_, blob)) => blob,
                 None => anchor::open(&*self.storage, path, *len)?,

@@ -58,7 +58,9 @@ impl Keep {
             return Vec::new();
         };
         let count = usize::try_from(count.get()).unwrap_or(usize::MAX);
+        // They are in order, so the newest are at the end.
         let old = &published[..published.len().saturating_sub(count)];
+        // A version that somebody reads or has named stays, whatever its age.
         let kept = |place: &VersionKey| {
             every.is_some_and(|every| place.sequence.is_multiple_of(every.get()))
                 || used.contains(place)

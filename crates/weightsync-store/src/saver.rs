@@ -103,13 +103,16 @@ impl Saver {
     /// already is left out, and one that is lower than that fails.
     pub fn save(&self, models: Vec<Snapshot>) -> Saving {
         let saving = Saving(Arc::default());
+        // A forked child has no thread that would save anything.
         if let Err(error) = self.owner.check() {
             let error = weightsync_engine::Error::from(error);
             saving.end(SaveOutcome::Failed(Arc::new(error.into())));
             return saving;
         }
+        // The inbox has room for one: the newest matters.
         let before = self.inbox.lock().next.replace((models, saving.clone()));
         self.inbox.changed.notify_one();
+        // Its snapshots are given back at once, without being saved.
         if let Some((_, before)) = before {
             before.end(SaveOutcome::Superseded);
         }
@@ -129,6 +132,7 @@ impl Drop for Saver {
             std::mem::forget(self.thread.take());
             return;
         }
+        // What still waits is saved: `take` hands it out before it looks at this.
         self.inbox.lock().stop = true;
         self.inbox.changed.notify_one();
         if let Some(thread) = self.thread.take() {

@@ -33,6 +33,7 @@ impl Store {
         const LOOKS: usize = 100;
         for _ in 1..LOOKS {
             let (found, listed) = self.scrub_once()?;
+            // All versions were removed while it looked: newer ones are there by now.
             if found.versions > 0 || listed == 0 {
                 return Ok(found);
             }
@@ -81,6 +82,7 @@ impl Store {
         for stored in &manifest.models {
             let whole = damage.len();
             for (path, bytes, crc64) in stored.files() {
+                // Versions share files, and each is read once.
                 if seen.contains(&path) {
                     continue;
                 }

@@ -261,11 +261,13 @@ impl Store {
                         .versions
                         .push(self.describe(&manifest, &catalog.names));
                 }
+                // Removed since the catalog was read.
                 Ok(None) => {}
                 Err(StoreError::Damaged(damage)) => found.damage.push(damage),
                 Err(error) => return Err(error),
             }
         }
+        // Read from the newest on, and told in order.
         found.versions.reverse();
         Ok(found)
     }
@@ -377,6 +379,7 @@ impl Store {
         read: &dyn Fn(&StoreManifest) -> Result<T>,
     ) -> Result<(T, Vec<Damage>)> {
         let mut damaged = None;
+        // The usual case reads the head and one manifest, and lists nothing.
         if *which == Which::Newest {
             match self.read_by_head(read)? {
                 ByHead::Read(value) => return Ok((value, Vec::new())),
@@ -418,6 +421,7 @@ impl Store {
     /// Reads the newest version, where nothing is damaged: without a look at how many others there are.
     fn read_by_head<T>(&self, read: &dyn Fn(&StoreManifest) -> Result<T>) -> Result<ByHead<T>> {
         let newest = match catalog::head(self.storage()) {
+            // No error yet: the catalog looks at the manifests, and names what is damaged.
             Err(StoreError::Damaged(_)) => None,
             head => head?.and_then(|head| head.newest()),
         };
@@ -461,6 +465,8 @@ impl Store {
                 Ok(None) => {
                     let now = Catalog::read(self.storage())?;
                     match now.places.last() > Some(&place) {
+                        // A newer catalog has a newer version. If it has none, the manifest is
+                        // really missing.
                         true => catalog = now,
                         false => {
                             let file = self.storage.name(&place.manifest());
@@ -469,6 +475,7 @@ impl Store {
                         }
                     }
                 }
+                // An older version is better than none, and the damage is told.
                 Err(StoreError::Damaged(found)) => {
                     finding::note(found, &mut damage);
                     catalog.places.pop();
@@ -531,6 +538,7 @@ impl Store {
         spare: Option<Image>,
         base: Option<&StoredBase>,
     ) -> Result<Snapshot> {
+        // The layout first: it says how large the image is, and what the files must have.
         let spec = self.spec(&stored.model, &stored.spec)?;
         self.begins(Work::Reads, stored.read_bytes(base))?;
         let image = anchor::read(self.storage(), manifest.place, stored, &spec, spare, base)?;
@@ -546,6 +554,7 @@ impl Store {
         let bytes = catalog::read(self.storage(), &path)?;
         let bytes = bytes.ok_or_else(|| damaged("it is missing".into()))?;
         let got = Hash::of(&bytes);
+        // Versions share this file, so its content alone says whether it is the right one.
         if got != *hash {
             return Err(damaged(format!(
                 "its hash is {}, which is not its name",
@@ -555,6 +564,7 @@ impl Store {
         }
         let spec: ModelSpec = serde_json::from_slice(&bytes)
             .map_err(|error| damaged(format!("it is not what a store writes: {error}")))?;
+        // A file of the right hash may still be that of another model.
         match spec.id == *model {
             true => Ok(spec),
             false => Err(damaged(format!("it is of {}, expected {model}", spec.id)).into()),

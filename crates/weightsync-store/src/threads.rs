@@ -16,6 +16,7 @@ pub(crate) fn run(parts: usize, work: impl Fn() + Sync) {
                 .name("weightsync-store".into())
                 .spawn_scoped(scope, &work);
         }
+        // The caller's thread works, too, and sees its own interruptions.
         work();
     });
 }

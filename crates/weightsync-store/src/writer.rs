@@ -168,6 +168,8 @@ impl Writer {
         options.check()?;
         let storage = store.storage();
         let id = random()?;
+        // Of several writers that claim the store at once, one replaces the head. The others look
+        // again.
         let (catalog, head, raw_head) = loop {
             let catalog = Catalog::read(storage)?;
             let head = catalog.next_head(storage, id, run)?;
@@ -201,6 +203,7 @@ impl Writer {
             damage: catalog.damage.clone(),
             owner: Origin::here(),
         };
+        // After the claim: no earlier writer can publish any more.
         writer.take_stock(&catalog)?;
         Ok(writer)
     }
@@ -285,10 +288,12 @@ impl Writer {
 
     /// Saves those versions of some models that the store does not have.
     pub(crate) fn save_new(&mut self, mut models: Vec<Snapshot>) -> Result<Saved> {
+        // What the caller gets, whether or not anything is left to save.
         let versions = models
             .iter()
             .map(|one| (one.model().clone(), one.version()));
         let versions: Vec<_> = versions.collect();
+        // A version that is the newest already is not saved twice.
         models.retain(|one| {
             let newest = self.newest.get(one.model()).map(|newest| &newest.stored);
             !newest.is_some_and(|stored| {
@@ -354,6 +359,7 @@ impl Writer {
         self.removed.insert(place, vec![place]);
         let saved = self.save_at(place, models);
         let unknown = self.unsettled.is_some() && self.successor.is_none();
+        // Where nobody knows whether the version is published, nothing of it is removed.
         if saved.is_err() && !unknown && self.removed.contains_key(&place) {
             self.discard(place);
         }
@@ -368,6 +374,7 @@ impl Writer {
     }
 
     fn save_at(&mut self, place: VersionKey, models: &[Snapshot]) -> Result<Saved> {
+        // The weights come first, then the manifest, then the head: what is published is all there.
         let written = models
             .iter()
             .map(|snapshot| self.write_model(place, snapshot));
@@ -401,6 +408,7 @@ impl Writer {
         saved.changes = changes.map(|[all, changed]| changed as f64 / all.max(1) as f64);
         self.write_manifest(place, &manifest)?;
         let models = stored.into_iter().zip(models.iter().cloned()).collect();
+        // Only then is the version published.
         self.publish(Unsettled { place, models })?;
         // The version is safe, whatever becomes of old ones.
         if self.successor.is_none()
@@ -413,6 +421,8 @@ impl Writer {
 
     /// The manifest: what was written now, and all other models as they were.
     fn manifest(&self, place: VersionKey, stored: &[Stored]) -> StoreManifest {
+        // A model that was not saved now comes along as it is: a version of the store has all
+        // models.
         let others = self.newest.values().map(|newest| &newest.stored);
         let others = others.filter(|other| !stored.iter().any(|new| new.model == other.model));
         let others = others.map(|other| Stored {

@@ -32,6 +32,7 @@ pub struct ModelHold {
     pub(super) _permit: OwnedPermit,
 }
 
+// What both guards have in common.
 macro_rules! guard {
     ($guard:ident) => {
         impl<M> $guard<'_, M> {

@@ -82,6 +82,8 @@ impl<B> ReceiverHandoff<B> {
         let mut inner = self.lock();
         let result = change(&mut inner);
         inner.news += 1;
+        // The thread may be waiting in the transport, which only the interrupter ends. If another
+        // thread has the receiver, the interrupt ends a later wait early, which costs one look.
         let waiting = inner.receiver.is_none().then(|| inner.interrupter.clone());
         drop(inner);
         self.changed.notify_all();
@@ -132,6 +134,8 @@ impl<B> ReceiverHandoff<B> {
     ///
     /// [`Error::Interrupted`](crate::Error::Interrupted), and those of `with`.
     pub(crate) fn borrow<T>(&self, with: impl FnOnce(&mut Receiver) -> Result<T>) -> Result<T> {
+        // Counted first: from here on the thread brings the receiver back, and does not take it
+        // again.
         self.notify(|inner| inner.borrowers += 1);
         let receiver = self.until_lent();
         // The thread goes on if this was the last that wanted it.
@@ -167,6 +171,8 @@ impl<B> ReceiverHandoff<B> {
 
     /// At the end of the thread: tells why the worker has failed, if it has.
     pub(super) fn fail(&self) {
+        // Only with a reason. Otherwise the drop of the receiver tells the sender that it left in
+        // order.
         let mut inner = self.lock();
         let why = inner.why.take();
         let receiver = why.as_ref().and_then(|_| inner.receiver.take());
@@ -184,6 +190,8 @@ impl<B> ReceiverHandoff<B> {
             if inner.stop {
                 return None;
             }
+            // A borrower goes first. It has interrupted this thread, which would otherwise take the
+            // receiver back at once.
             if inner.borrowers == 0
                 && let Some(receiver) = inner.receiver.take()
             {
@@ -203,6 +211,7 @@ impl<B> ReceiverHandoff<B> {
     ) {
         // After a restarted sender was joined it is another one.
         let interrupter = receiver.interrupter();
+        // In one step: a thread that finds the receiver here finds the status of what it did.
         self.update(|inner| {
             if let Ok(interrupter) = interrupter {
                 inner.interrupter = interrupter;
@@ -220,6 +229,8 @@ impl<B> ReceiverHandoff<B> {
     pub(super) fn rest_until_news(&self, seen: u64, at_most: Option<Duration>) {
         let until = deadline(at_most);
         let mut inner = self.lock();
+        // News since the thread took the receiver are not slept through: it compares with what it
+        // saw.
         while inner.news == seen {
             inner = match until.map(|at| at.saturating_duration_since(Instant::now())) {
                 Some(Duration::ZERO) => return,
@@ -241,6 +252,7 @@ impl<B> ReceiverHandoff<B> {
         inner: MutexGuard<'a, HandoffState<B>>,
         left: Option<Duration>,
     ) -> Result<MutexGuard<'a, HandoffState<B>>> {
+        // Only a thread of the worker may have a check for interruptions here.
         if interrupt::is_due() {
             // Asked without the lock: the check may need this lock.
             drop(inner);
@@ -269,6 +281,7 @@ struct LentReceiver<'a, B> {
 
 impl<B> Drop for LentReceiver<'_, B> {
     fn drop(&mut self) {
+        // The receiver was not in the handoff meanwhile, so no other one is overwritten.
         let receiver = self.receiver.take();
         self.handoff.update(|inner| inner.receiver = receiver);
     }

@@ -47,6 +47,7 @@ impl<M> Hold<M> {
         // Before the handoff is locked: the text of a loader's error may need a lock of the
         // loader's, which a thread that waits for the handoff may have.
         let failure = done.as_ref().err().map(ToString::to_string);
+        // In one step: the next thread with a permit finds the status of the models it sees.
         handoff.update(|inner| {
             inner.shared.leave(me);
             inner.status.failure = failure;
@@ -78,6 +79,7 @@ impl<M> Hold<M> {
     }
 
     fn load(&self, receiver: &mut Receiver, set: &SetSnapshot) -> Result<()> {
+        // A loader's panic is caught below. Only a thread in `Background::write` poisons this lock.
         let mut held = self.held.write().unwrap_or_else(|poisoned| {
             self.held.clear_poison();
             let mut held = poisoned.into_inner();
@@ -89,6 +91,8 @@ impl<M> Hold<M> {
             // Everything is loaded again.
             receiver.lose_whole();
         }
+        // Caught under the lock: a panic of the worker's own loader neither poisons the lock nor
+        // ends the receiving thread.
         let loaded = catch_unwind(AssertUnwindSafe(|| {
             let mut models = (self.loaders)(&mut held.models);
             let has = receiver.held();
@@ -99,6 +103,7 @@ impl<M> Hold<M> {
                 what: "the loader of this worker's models",
                 message: message_of(&*panic),
             };
+            // The models may be half written. The way back may panic as well.
             let reason = error.to_string();
             let back = catch_unwind(AssertUnwindSafe(|| {
                 let mut models = (self.loaders)(&mut held.models);
@@ -110,6 +115,7 @@ impl<M> Hold<M> {
             })?;
             Err(error)
         });
+        // Guards read these while other threads use the receiver.
         held.whole = receiver.is_whole();
         held.versions = receiver.versions().to_vec();
         held.run = receiver.run();
@@ -135,6 +141,7 @@ impl<M: Send + Sync + 'static> ThreadTask for KeepModels<M> {
     ) -> Result<RemainingWork> {
         let me = std::thread::current().id();
         let waits = match self.when {
+            // The worker applies it at its next safe point, in a thread of its own.
             SafePoints::Declared => handoff.lock().shared.has_staged(),
             SafePoints::Implied => match enter(handoff, me, true) {
                 ApplyStart::Nothing => false,
@@ -148,6 +155,7 @@ impl<M: Send + Sync + 'static> ThreadTask for KeepModels<M> {
                 }
             },
         };
+        // Where every version counts, none may be taken while one waits: it would replace that one.
         Ok(match (waits, self.every) {
             (false, _) => RemainingWork::Nothing,
             (true, false) => RemainingWork::Replaceable,
@@ -165,6 +173,7 @@ impl<M: Send + Sync + 'static> ThreadTask for KeepModels<M> {
             inner.status.staged = set.versions();
             inner.shared.stage(set)
         });
+        // Outside the lock: what was replaced gives its slots back.
         drop(replaced);
         Ok(())
     }

@@ -91,9 +91,12 @@ impl ModelLock {
         ask: Option<Instant>,
     ) -> Option<SetSnapshot> {
         if !self.permits.is_empty() {
+            // The first request counts: the longer a version has waited, the longer others let it
+            // go first.
             self.permits.version = self.permits.version.or(ask);
             return None;
         }
+        // In one step with the look: no other thread gets a permit before this one leaves.
         self.permits.version = None;
         self.permits.enter(ModelAccess::Alone, me);
         self.staged.take()
@@ -131,6 +134,7 @@ impl Permits {
     fn admits(&self, access: ModelAccess, me: ThreadId) -> PermitAnswer {
         let own = self.alone == Some(me);
         match access {
+            // A thread waits for its own guards for ever.
             ModelAccess::Shared if own => PermitAnswer::Never,
             ModelAccess::Alone if own || self.looks(me) => PermitAnswer::Never,
             _ if self.alone.is_some() => PermitAnswer::Later,
@@ -138,6 +142,8 @@ impl Permits {
             // A thread that reads already would wait for itself.
             ModelAccess::Shared if self.looks(me) => PermitAnswer::Now,
             _ if self.version.is_some() => PermitAnswer::AfterYou,
+            // Readers only. A writer that waits is in this list itself, and would let itself go
+            // first.
             ModelAccess::Shared if !self.writers.is_empty() => PermitAnswer::AfterYou,
             _ => PermitAnswer::Now,
         }
@@ -156,6 +162,7 @@ impl Permits {
     }
 
     fn waits_no_more(&mut self, since: Instant) {
+        // Any of equal times will do: only the earliest counts.
         if let Some(at) = self.writers.iter().position(|one| *one == since) {
             self.writers.swap_remove(at);
         }
@@ -287,6 +294,7 @@ fn come_in(
             PermitAnswer::Now => break Ok(()),
             PermitAnswer::Never => break Err(Error::GuardHeld { call }),
             PermitAnswer::Later => {
+                // Once: its place among those who wait counts from here.
                 if access == ModelAccess::Alone && writes_since.is_none() {
                     let now = Instant::now();
                     writes_since = Some(now);
@@ -295,12 +303,15 @@ fn come_in(
                 until
             }
             PermitAnswer::AfterYou => {
+                // From the first look: versions that come later do not make this thread wait
+                // longer.
                 let now = Instant::now();
                 let at = *goes_at.get_or_insert_with(|| now + courtesy(permits.waited(now)));
                 Some(until.map_or(at, |until| at.min(until)))
             }
         };
         let left = next.map(|at| at.saturating_duration_since(Instant::now()));
+        // Either the courtesy is over, and this thread goes in; or its timeout has come.
         if left == Some(Duration::ZERO) {
             break match permits.admits(access, me) {
                 PermitAnswer::AfterYou => Ok(()),
@@ -310,6 +321,7 @@ fn come_in(
                 }),
             };
         }
+        // `go_out` wakes threads only if one waits.
         inner.shared.queue += 1;
         let interrupted;
         (inner, interrupted) = match handoff.rest(inner, left) {
@@ -335,6 +347,7 @@ fn come_in(
 
 /// Gives a thread's permit back, and wakes the threads that wait for that.
 fn go_out(handoff: &ReceiverHandoff<ModelLock>, me: ThreadId) {
+    // The lock may be held for ever there, and no thread waits.
     if !handoff.is_own() {
         return;
     }

@@ -34,6 +34,7 @@ impl SnapshotsInBackground {
             // What was loaded into a model is at hand too.
             None => receiver.set().latest()?,
         };
+        // Told before the thread starts: what is at hand counts as running.
         if let Some(first) = &first {
             receiver.report_applied(first)?;
         }

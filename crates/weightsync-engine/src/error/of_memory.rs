@@ -14,6 +14,7 @@ impl From<Memory> for Error {
                 source,
             } => Self::Extract { name, source },
             Memory::SenderDied { pid } => Self::SenderDied {
+                // 0 stands for a process that is not known.
                 pid: (pid != 0).then_some(pid),
             },
             Memory::SenderClosed => Self::SenderClosed,

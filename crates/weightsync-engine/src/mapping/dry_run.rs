@@ -53,6 +53,7 @@ impl DryRun {
             .map(|&rule| (rule, rules[rule - 1].to_string()))
             .collect();
 
+        // Every target with the room that the model has for it, by name.
         let mut made = HashMap::with_capacity(plan.targets.len());
         for tensor in &plan.targets {
             made.insert(tensor.name.as_str(), ());
@@ -75,6 +76,7 @@ impl DryRun {
                 });
             }
         }
+        // Room that nothing is made for.
         let names = target.tensors().iter().map(|room| &room.name);
         let missing = names.filter(|name| !made.contains_key(name.as_str()));
         run.missing = missing.cloned().collect();
@@ -107,6 +109,7 @@ fn outcomes(plan: &MappingPlan) -> Vec<TensorOutcome> {
             outcomes[source].rules.extend(&target.rules);
         }
     }
+    // The rule that drops a tensor is part of what happens to it.
     for &(source, rule) in &plan.dropped {
         outcomes[source].rules.push(rule);
     }

@@ -56,6 +56,7 @@ impl FromStr for Pattern {
         };
         let (before, after) = match text.split_once('*') {
             None => (text, None),
+            // With two stars a name could match in several ways.
             Some((_, after)) if after.contains('*') => return bad("it has more than one star"),
             Some((before, after)) => (before, Some(after.to_owned())),
         };

@@ -57,6 +57,7 @@ pub(super) struct SourcePiece {
 
 impl MappingPlan {
     pub(super) fn new(rules: &[Rule], source: &Layout) -> Self {
+        // Each tensor of the source is a target of its own at first. The rules change the targets.
         let tensors = source.tensors().iter().enumerate();
         let mut plan = Self {
             source: source.clone(),
@@ -76,6 +77,7 @@ impl MappingPlan {
             problems: Vec::new(),
             quantised: 0,
         };
+        // In order, each on what the rule before it left. Rules count from 1 in errors and reports.
         for (index, rule) in rules.iter().enumerate() {
             if !plan.apply(index + 1, rule) {
                 plan.unused.push(index + 1);
@@ -108,6 +110,7 @@ impl MappingPlan {
                 target.rules.push(rule);
             }),
             Rule::Cast { tensors, to } => {
+                // A star takes what it can. A tensor that is named in full must be castable.
                 let exact = !tensors.has_star();
                 self.each(tensors, |target, _, problems| {
                     if let Some(problem) = target.after_quantising(rule) {
@@ -196,7 +199,9 @@ impl MappingPlan {
                 }
             }
         }
+        // A whole takes the place of its first part, so that names keep their order.
         let mut placed: HashMap<usize, TargetTensor> = HashMap::new();
+        // The parts that a whole was made of are no targets any more.
         let mut gone = vec![false; self.targets.len()];
         for star in &stars {
             let found = &wholes[star];
@@ -241,6 +246,7 @@ impl MappingPlan {
         dim: usize,
     ) -> bool {
         let mut matched = false;
+        // Rebuilt in order, so that the parts take the place of the tensor.
         let mut targets = Vec::with_capacity(self.targets.len());
         for target in std::mem::take(&mut self.targets) {
             let Some(star) = tensor.matches(&target.name) else {
@@ -289,6 +295,7 @@ impl MappingPlan {
     }
 
     fn check_names(&mut self) {
+        // Only at the end: a later rule may rename one of two targets with one name.
         let mut by_name: HashMap<&str, Vec<&TargetTensor>> = HashMap::new();
         for target in &self.targets {
             by_name.entry(&target.name).or_default().push(target);
@@ -307,6 +314,7 @@ impl MappingPlan {
                 Problem::SameName { name, sources }
             })
             .collect();
+        // A map has no order, and errors are to be the same each time.
         problems.sort_by_key(ToString::to_string);
         self.problems.extend(problems);
     }
@@ -345,6 +353,7 @@ impl TargetTensor {
         if piece.shape.contains(&0) {
             return Ok(());
         }
+        // The usual piece is a whole tensor, and is written in one.
         if self.whole().is_some() && piece.is_as_it_is() && source.shape() == self.shape {
             return Ok(source.write_into(place, self.dtype)?);
         }
@@ -354,6 +363,7 @@ impl TargetTensor {
             .iter()
             .zip(&self.shape)
             .rposition(|(own, all)| own != all);
+        // Dimensions before this one are counted through one index at a time.
         let inner = differs.unwrap_or(0);
         let size = self
             .dtype
@@ -364,15 +374,20 @@ impl TargetTensor {
             .skip(1)
             .product::<u64>();
         let lens = &piece.shape[inner..];
+        // What one turn of the loop writes.
         let bytes = lens.iter().product::<u64>() * u64::from(size);
         let mut outer = vec![0; inner];
         loop {
+            // Each turn writes one run of bytes: the inner dimensions at one index of the outer
+            // ones.
             let mut starts = piece.starts.clone();
             let mut at = 0;
+            // Where the run begins in the source, and in the target.
             for dim in 0..inner {
                 starts[piece.order[dim]] += outer[dim];
                 at = at * self.shape[dim] + piece.at[dim] + outer[dim];
             }
+            // Counted in elements: the row-major place of the run's first element.
             if let Some(&len) = self.shape.get(inner) {
                 at = (at * len + piece.at[inner]) * row;
             }
@@ -393,6 +408,7 @@ impl TargetTensor {
     }
 
     fn transpose(&mut self, order: &[usize]) {
+        // Nothing is moved here: the pieces note in which order they are read.
         self.shape = permuted(&self.shape, order);
         for piece in &mut self.pieces {
             piece.order = permuted(&piece.order, order);
@@ -405,7 +421,9 @@ impl TargetTensor {
     pub(super) fn narrowed(&self, dim: usize, start: u64, len: u64) -> Self {
         let mut part = self.clone();
         part.shape[dim] = len;
+        // Pieces outside the range are left out; those that cross its ends are cut.
         part.pieces.retain_mut(|piece| {
+            // What of the piece lies within the range, by its place in the tensor.
             let first = piece.at[dim].max(start);
             let end = piece.at[dim]
                 .saturating_add(piece.shape[dim])
@@ -456,6 +474,7 @@ fn fused<'a>(
         return Err(problem);
     }
     let mut all = parts;
+    // The first part grows into the whole.
     let first = all.clone().next().cloned();
     let mut whole = first.unwrap_or_else(|| unreachable!("a fuse has parts"));
     let without = |shape: &[u64]| {
@@ -494,6 +513,7 @@ fn fused<'a>(
                 second_kind: Box::new((part.dtype, part.shape.clone())),
             });
         }
+        // The next part begins where the tensor ends so far.
         let start = whole.shape[dim];
         whole.shape[dim] = start.saturating_add(part.shape[dim]);
         whole
@@ -505,6 +525,7 @@ fn fused<'a>(
         whole.sources.extend(&part.sources);
         whole.rules.extend(&part.rules);
     }
+    // Each rule is named once, and this one last.
     whole.rules.sort_unstable();
     whole.rules.dedup();
     whole.rules.push(rule);

@@ -63,6 +63,7 @@ pub(super) fn pair(
             shape: target.shape.clone(),
         });
     };
+    // Read as `F32`, whatever the source has: scales are computed in it.
     let mut from = target.clone();
     from.dtype = Dtype::F32;
     let from = Arc::new(from);
@@ -115,6 +116,7 @@ impl Quantised {
         scales: &Scales,
     ) -> Result<(), weightsync_mem::BoxedError> {
         if self.part == QuantisedPart::Scales {
+            // Scales that are asked for before their values need a pass of their own.
             if scales.get().is_none() {
                 let made = self.all_scales(&mut Tiles::open(self, source)?)?;
                 scales.get_or_init(|| made);
@@ -126,12 +128,14 @@ impl Quantised {
             return Ok(());
         }
         let mut tiles = Tiles::open(self, source)?;
+        // A block's scale is known once its tile is read, and the tile is then still at hand.
         let known = match (scales.get(), self.to) {
             (Some(known), _) => Some(known.clone()),
             // The largest magnitude of all is known at the end alone.
             (None, Quantisation::Fp8) => Some(self.all_scales(&mut tiles)?),
             (None, _) => None,
         };
+        // A block without elements keeps the scale of zeros.
         let none = self.to.scale_for(0.0);
         let mut made = known.clone().unwrap_or_else(|| vec![none; self.scales()]);
         self.each_tile(&mut tiles, &mut |tile, block| {
@@ -140,6 +144,7 @@ impl Quantised {
                 None => self.to.scale_for(tile.magnitude(block)),
             };
             made[block.scale] = scale;
+            // Row by row: a block lies in the matrix with gaps between its rows.
             for row in block.rows.clone() {
                 let start = tile.index(row, block.columns.start);
                 let place = place
@@ -149,11 +154,13 @@ impl Quantised {
             }
             Ok(())
         })?;
+        // Left for the tensor of the scales, which comes later in the plan's order.
         scales.get_or_init(|| made);
         Ok(())
     }
 
     fn all_scales(&self, tiles: &mut Tiles<'_>) -> Result<Vec<f32>, weightsync_mem::BoxedError> {
+        // A block may be spread over several tiles, so each scale waits for the end.
         let mut magnitudes = vec![0.0; self.scales()];
         self.each_tile(tiles, &mut |tile, block| {
             let known = &mut magnitudes[block.scale];
@@ -183,6 +190,7 @@ impl Quantised {
             return Ok(());
         }
         let [block_rows, block_columns] = self.to.block(rows, columns);
+        // Blocks in a row of blocks, and in a matrix; the last ones may be smaller.
         let across = columns.div_ceil(block_columns);
         let per_matrix = rows.div_ceil(block_rows) * across;
         // As many blocks as fit; a block that is a whole matrix is cut by rows.
@@ -198,9 +206,12 @@ impl Quantised {
         for matrix in 0..tiles.matrices {
             for rows in steps(rows, tall) {
                 for columns in steps(columns, wide) {
+                    // The source is read once for all blocks of the tile.
                     let tile = tiles.tile(matrix, rows.clone(), columns.clone())?;
                     for own_rows in steps_within(&rows, block_rows) {
                         for own_columns in steps_within(&columns, block_columns) {
+                            // The number of the scale of this block: matrix by matrix, then row by
+                            // row of blocks.
                             let scale = matrix * per_matrix
                                 + own_rows.start / block_rows * across
                                 + own_columns.start / block_columns;
@@ -301,11 +312,13 @@ impl<'a> Tiles<'a> {
         };
         let mut sources: Vec<(usize, SourceTensor<'a>)> = Vec::new();
         for piece in &from.pieces {
+            // A source that several pieces come from is opened once.
             if sources.iter().any(|(known, _)| *known == piece.source) {
                 continue;
             }
             let held = match source(piece.source)? {
                 TensorData::InMemory(tensor) => SourceTensor::Lent(tensor),
+                // Read whole: tiles ask for parts, and a read gives the whole tensor.
                 TensorData::Read { dtype, shape, read } => {
                     let bits = dtype.bits_of(shape).ok_or("the tensor is too large")?;
                     let mut bytes = vec![0; (bits / 8) as usize];
@@ -338,6 +351,7 @@ impl<'a> Tiles<'a> {
             columns: self.matrix[1],
             before,
         };
+        // No copy where the source lies as the tile needs it.
         if let (Some(_), [(_, source)]) = (self.from.as_it_is(), &self.sources[..]) {
             // As it is may also mean its first columns, whose rows lie apart.
             let lying = match source {
@@ -361,6 +375,7 @@ impl<'a> Tiles<'a> {
             }
         }
         let dims = self.from.shape.len();
+        // What the tile needs of each piece, as a small target of its own.
         let mut part = self
             .from
             .narrowed(dims - 1, columns.start, columns.end - columns.start)
@@ -369,6 +384,7 @@ impl<'a> Tiles<'a> {
             part = part.narrowed(0, matrix, 1);
         }
         let len = (rows.end - rows.start) * (columns.end - columns.start) * 4;
+        // The buffer of the last tile serves again.
         self.buffer.resize(len as usize, 0);
         for piece in &part.pieces {
             let source = self.sources.iter().find(|(at, _)| *at == piece.source);

@@ -50,6 +50,7 @@ impl<'a, E: WeightExtractor> MappedExtractor<'a, E> {
     ) -> Result<Arc<MappingPlan>> {
         // A plan is put there whole.
         let mut known = self.plan.lock().unwrap_or_else(PoisonError::into_inner);
+        // A trainer sends the same layout again and again: the plan is made once.
         if let Some(plan) = known.as_ref().filter(|plan| is_for(&plan.source)) {
             return Ok(plan.clone());
         }
@@ -86,6 +87,7 @@ impl<E: WeightExtractor> WeightExtractor for MappedExtractor<'_, E> {
             return Ok(Vec::new());
         }
         let plan = self.current()?;
+        // Tied tensors count as one source.
         let mut roots: Vec<_> = (0..plan.source.len()).collect();
         for (alias, of) in ties.ties() {
             if let (Some(alias), Some(of)) = (plan.source.index_of(alias), plan.source.index_of(of))
@@ -104,9 +106,11 @@ impl<E: WeightExtractor> WeightExtractor for MappedExtractor<'_, E> {
             pieces
                 .iter_mut()
                 .for_each(|piece| piece.source = roots[piece.source]);
+            // Targets without elements are made of nothing, and so are not of one source.
             if pieces.is_empty() {
                 continue;
             }
+            // Targets that are made alike from tied sources are tied as well.
             let of = *first
                 .entry((pieces, quantised, target.dtype, &target.shape))
                 .or_insert(&target.name);
@@ -125,6 +129,7 @@ impl<E: WeightExtractor> WeightExtractor for MappedExtractor<'_, E> {
                 .iter()
                 .filter_map(|name| plan.source.index_of(name))
                 .collect();
+            // A target that is fused of a buffer and a parameter is no buffer.
             let all = |target: &&TargetTensor| {
                 target.sources.iter().all(|source| indices.contains(source))
             };
@@ -185,6 +190,7 @@ impl<'a, L: WeightLoader> MappedLoader<'a, L> {
         let made = plan
             .layout()
             .map_err(|error| Error::load("the whole model", error))?;
+        // A model without shapes takes those that the mapping makes. Any other is compared in full.
         if !self.model.shape(&made)? {
             let dry_run = self.mapping.dry_run(sent, &self.model.layout()?);
             if !dry_run.is_complete() {
@@ -213,6 +219,8 @@ impl<L: WeightLoader> WeightLoader for MappedLoader<'_, L> {
         if !self.binds {
             return Ok(false);
         }
+        // The version as the mapping makes it, in memory of this process: the model can serve from
+        // that alone.
         let seen = MappedExtractor {
             mapping: Cow::Borrowed(&*self.mapping),
             source: snapshot,
@@ -220,11 +228,13 @@ impl<L: WeightLoader> WeightLoader for MappedLoader<'_, L> {
         };
         let made = snapshot.made_as(&seen, self.spare.take())?;
         let bound = self.model.bind(&made)?;
+        // Free again, unless the model serves from it.
         self.spare = made.into_image();
         Ok(bound)
     }
 
     fn load(&mut self, tensors: &[TensorView<'_>]) -> Result<()> {
+        // The plan of the last load usually fits. Tensors of another layout need a new one.
         let plan = match self.plan.take() {
             Some(plan) if is_of_views(&plan.source, tensors) => plan,
             _ => {
@@ -243,6 +253,7 @@ impl<L: WeightLoader> WeightLoader for MappedLoader<'_, L> {
                 None => made(target, tensors, &scales).map(Some),
             })
             .collect::<Result<_>>()?;
+        // What the mapping leaves as it is goes to the model without a copy.
         let views: Vec<_> = (plan.targets.iter().zip(&made))
             .filter_map(|(target, made)| match made {
                 Some(tensor) => Some(TensorView::new(
@@ -265,7 +276,10 @@ fn lend(
     take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>,
 ) -> Result<()> {
     type Read<'a> = Box<dyn Fn(&mut [u8]) -> io::Result<()> + Sync + 'a>;
+    // One cell for each quantised tensor: its values and its scales meet there.
     let scales = plan.no_scales();
+    // One call for each target. It is made when the target's place is there, straight into that
+    // place.
     let reads: Vec<Read<'_>> = (plan.targets.iter())
         .map(|target| -> Read<'_> {
             if let Some(quantised) = &target.quantised {
@@ -290,6 +304,7 @@ fn lend(
         .collect();
     let lent = plan.targets.iter().zip(&reads).map(|(target, read)| {
         let failed = |error| Error::extract(&target.name, error);
+        // A whole tensor is lent as it lies, or as a view; anything else is made on request.
         let data = match target
             .whole()
             .map(|piece| (piece, &tensors[piece.source].data))
@@ -364,6 +379,7 @@ fn in_memory<T>(
         TensorData::InMemory(tensor) => call(tensor),
         TensorData::Read { dtype, shape, read } => {
             let bits = dtype.bits_of(shape).ok_or("the tensor is too large")?;
+            // A piece may need any part of the tensor, and a read gives it whole.
             let mut buffer = vec![0; (bits / 8) as usize];
             read(&mut buffer)?;
             call(&TensorRef::new(*dtype, shape, &buffer)?)

@@ -111,6 +111,7 @@ pub(super) fn unpadded(bytes: &[u8]) -> Result<&[u8], PlainError> {
     if format != FORMAT {
         return Err(PlainError::UnknownFormat { got: format });
     }
+    // One value has one encoding. Bytes that a decoder skips would break that.
     if zeros != [0; 3] {
         return Err(reader.malformed("a header that is not one"));
     }
@@ -123,6 +124,7 @@ pub(super) fn unpadded(bytes: &[u8]) -> Result<&[u8], PlainError> {
 }
 
 fn put(value: &Plain, levels: usize, bytes: &mut Vec<u8>) -> Result<(), PlainError> {
+    // The depth is bounded: a peer's bytes must not use up the stack of a thread.
     let below = levels.checked_sub(1).ok_or(PlainError::TooDeep)?;
     match value {
         Plain::Null => bytes.push(0),
@@ -221,6 +223,7 @@ impl<'a> PlainReader<'a> {
                 for _ in 0..count {
                     let name = self.text()?;
                     let last = entries.last_key_value().map(|(last, _): (&String, _)| last);
+                    // One order only, so that equal maps have equal bytes, and so equal digests.
                     if last.is_some_and(|last| last.as_str() >= name) {
                         return Err(self.malformed("names that do not ascend"));
                     }
@@ -241,6 +244,7 @@ impl<'a> PlainReader<'a> {
     /// A length or count; no more than the bytes that follow, one for each at least.
     fn len(&mut self) -> Result<usize, PlainError> {
         let len = u32::from_le_bytes(self.array()?) as usize;
+        // Before memory is taken for it.
         match len > self.bytes.len() - self.offset {
             true => Err(self.malformed("a length beyond the end")),
             false => Ok(len),

@@ -122,6 +122,7 @@ impl<'de> Visitor<'de> for Levels {
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Plain, A::Error> {
         let mut entries = BTreeMap::new();
         while let Some(name) = map.next_key::<String>()? {
+            // The last of two would win in one reader and the first in another.
             if entries.contains_key(&name) {
                 return Err(de::Error::custom(format_args!("{name:?} appears twice")));
             }

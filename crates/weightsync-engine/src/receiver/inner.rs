@@ -38,6 +38,7 @@ impl Receiver {
         // An earlier thread may have expected an interrupt. To skip the next one here could skip
         // the interrupt that ends this thread; one too many only makes the caller look again.
         self.interrupted = false;
+        // The usual case: the sender is there, and the transport waits.
         if !self.sender_lost {
             return match self.next(None) {
                 Ok(Some(set)) => Ok(Followed::Set(set)),
@@ -95,6 +96,7 @@ impl Receiver {
         }
         match self.current.clone() {
             Some(current) if self.runs(&current) => Ok(Some(current)),
+            // A successor may have no version yet: the models then keep what this worker runs.
             before => {
                 let before = before.filter(|before| run_of(before) == Some(self.run));
                 Ok(self.transport.latest()?.or(before))
@@ -139,24 +141,29 @@ impl Receiver {
     /// Joins the successor of a sender that is gone. Its run has a higher
     /// epoch, and its versions count again.
     pub(super) fn rejoin(&mut self, search: Search) -> Result<()> {
+        // The endpoint may still lead to a run that this worker must not follow.
         let knew = self.transport.run();
         // A run that was refused for its epoch would be refused again: join a higher epoch only.
         let above = u64::from(self.conflicting.is_some());
         let seen = Epoch(knew.epoch.0.saturating_add(above));
         let joined = self.setup.join_transport(&self.scheme, seen, search);
         let mut transport = match (joined, self.conflicting) {
+            // The refused run still answers, and is below the epoch that this worker now asks for.
             (Err(Error::Denied { .. } | Error::Fenced { .. }), Some(got)) => {
                 return Err(Error::ConflictingRun { knew, got });
             }
             (joined, _) => joined?,
         };
         let got = transport.run();
+        // Both claim one epoch, so neither fences off the other. The worker keeps to the one it
+        // knew.
         if got.conflicts_with(&knew) {
             self.conflicting = Some(got);
             let error = Error::ConflictingRun { knew, got };
             transport.refuse(None, &error.to_string())?;
             return Err(error);
         }
+        // Compared before the switch: a successor with other models leaves this receiver as it was.
         let pairs = self.transport.models().iter();
         let mut wrong = None;
         for own in pairs {
@@ -171,6 +178,7 @@ impl Receiver {
         if let Some((model, mismatch)) = wrong {
             return Err(refused(&mut *transport, model, mismatch)?);
         }
+        // From here on errors, waits and reports are those of the successor.
         self.transport = transport;
         self.sender_lost = false;
         self.conflicting = None;
@@ -210,9 +218,11 @@ impl Receiver {
             self.current = Some(set.clone());
             return Ok(());
         };
+        // A model may be half written: what the worker ran is loaded again.
         if failure.touched {
             self.go_back(set, models, &failure.error.to_string())?;
         } else {
+            // No model was touched: the worker still runs what it ran.
             self.whole = was_whole;
             self.refuse_half_loaded(set, &failure.error.to_string())?;
         }
@@ -227,6 +237,7 @@ impl Receiver {
         models: &mut SetLoader<'_>,
         reason: &str,
     ) -> Result<()> {
+        // Everything, also what did not change: nobody knows how far the failed load came.
         self.whole = match &self.current {
             Some(before) => models.load(before, None).is_ok(),
             None => false,
@@ -258,6 +269,7 @@ impl Receiver {
     /// Tells the sender that this worker cannot use a set, or, without a set, any version. The
     /// sender is not told of sets of an earlier sender.
     pub(crate) fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
+        // The sender sends nothing more to this end. Later receives say why.
         if set.is_none() && !self.sender_lost {
             self.withdrawn.get_or_insert_with(|| reason.to_owned());
         }

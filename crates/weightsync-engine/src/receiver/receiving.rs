@@ -286,6 +286,7 @@ impl Form for &mut SetLoader<'_> {
             };
         };
         let versions = set.versions();
+        // A set that was asked for is loaded whole, also into models that hold it.
         let held = receiver.held().filter(|_| !asked);
         receiver.load_and_report(set, self, held.as_ref())?;
         Ok(Some(versions))

@@ -187,10 +187,13 @@ impl ReceiverSetup {
             Some(scheme) => scheme,
             None => {
                 let named = self.info.scheme().parse()?;
+                // Kept in the setup: a clone that connects again uses what this scheme has fetched
+                // already.
                 self.scheme.get_or_init(|| named)
             }
         };
         let scheme = scheme.clone();
+        // Another sender may come after one that died before its first version.
         let (transport, initial) = loop {
             match self.begin(&scheme, since, until) {
                 // Before its first version: there is another to wait for.
@@ -224,10 +227,12 @@ impl ReceiverSetup {
         until: Deadline,
     ) -> Result<(Box<dyn ReceiverTransport>, Option<SetSnapshot>)> {
         let mut transport = self.join_transport(scheme, Epoch(0), Search::Until(until))?;
+        // A scheme may start without weights: the first send brings them.
         let waits = scheme.scheme().first_weights() == FirstWeights::AtConnect;
         if !scheme.capabilities().weights || !waits {
             return Ok((transport, None));
         }
+        // Without push nothing comes that was not asked for.
         let first = match scheme.capabilities().push {
             true => transport.next(until)?,
             false => transport.pull(0, VersionRequest::AtLeast(Version::FIRST), until)?,
@@ -258,6 +263,8 @@ impl ReceiverSetup {
             wait: self.wait,
             single_attempt,
         };
+        // Before the join: a wrong name is this worker's own mistake, and needs no sender to be
+        // found.
         let insists = self.insists(&joining.wanted)?;
         let mut transport = scheme.scheme().join(&self.info.at, &joining, deadline)?;
         for (id, own) in insists {
@@ -266,12 +273,14 @@ impl ReceiverSetup {
             let Some(spec) = theirs.find(|spec| spec.id == *id) else {
                 continue;
             };
+            // As this worker would see the sender's tensors, with the names of tied ones.
             let seen = spec.attributes.layout_for(&spec.layout, own)?;
             if let Err(mismatch) = fits(own, &seen) {
                 let model = spec.id.clone();
                 return Err(refused(&mut *transport, model, mismatch)?);
             }
         }
+        // No first version tells the sender that this worker is there, so it is told now.
         if scheme.scheme().first_weights() == FirstWeights::AtFirstSend {
             transport.joined()?;
         }
@@ -301,6 +310,7 @@ impl ReceiverSetup {
         };
         let indices = wanted.iter().map(|id| place_of(id, known));
         let indices = indices.collect::<Result<Vec<_>>>()?;
+        // A model that is named twice would have two places in each set.
         let mut places = indices.iter().enumerate();
         if let Some((_, twice)) = places.find(|(at, index)| indices[..*at].contains(index)) {
             return Err(Error::SameModelTwice {

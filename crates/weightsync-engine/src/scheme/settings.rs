@@ -97,6 +97,7 @@ pub fn read<S: Default>(
 
 /// The settings that differ from those of `S::default()`, as a scheme's text has them.
 pub fn given<S: Default>(scheme: &S, table: &[Setting<S>]) -> Vec<(String, String)> {
+    // A setting that is as usual is not in the text.
     let usual = S::default();
     let given = table.iter().filter_map(|setting| {
         let value =

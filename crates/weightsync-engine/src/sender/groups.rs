@@ -40,9 +40,11 @@ impl Sender {
         let mut groups: Vec<(&'a dyn WeightExtractor, Vec<WorkerId>)> = Vec::new();
         for (worker, source) in weights {
             let worker = worker.into();
+            // The second source would replace the first at that worker.
             if groups.iter().any(|(_, known)| known.contains(&worker)) {
                 return Err(Error::SameWorkerTwice { worker });
             }
+            // One source is one pass and one version, for however many workers.
             match groups
                 .iter_mut()
                 .find(|(one, _)| std::ptr::addr_eq(*one, source))
@@ -55,6 +57,7 @@ impl Sender {
             return Err(Error::EmptySet);
         }
         let (since, mut until) = self.times(options);
+        // Everything that can be known is checked first: a publication cannot be taken back.
         self.check_each(&groups, options)?;
         let mut all: Option<InFlight> = None;
         for (source, workers) in groups {
@@ -68,9 +71,11 @@ impl Sender {
                     all.outstanding.extend(one.outstanding);
                     all.versions.extend(one.versions);
                     all.bytes += one.bytes;
+                    // Counted from the start of the send, so the last one covers all passes.
                     all.copied = one.copied;
                     all.deadline = one.deadline;
                     if let (Some(all), Some(one)) = (&mut all.partial, one.partial) {
+                        // Each tensor is named once, however many groups carry it.
                         let new: Vec<_> =
                             one.into_iter().filter(|one| !all.contains(one)).collect();
                         all.extend(new);
@@ -103,6 +108,7 @@ impl Sender {
         for (source, workers) in groups {
             let members = Members::One(*source);
             let models = &self.setup.models;
+            // As the publication does it, but nothing is read.
             for (index, source) in resolve(members, options.model.as_deref(), models)? {
                 let prepared = &self.setup.models[index].prepared;
                 publish::check(prepared, source, options.partial)?;
@@ -144,6 +150,7 @@ impl Sender {
                 workers: Vec::new(),
             });
         }
+        // The caller is asked once for each device.
         let mut devices: Vec<(&str, &'a dyn WeightExtractor)> = Vec::new();
         let each = workers.iter().map(|status| {
             let device = status.device.as_str();

@@ -40,9 +40,12 @@ impl Sender {
             AsyncSendLimit::Refuse => (1, false),
             AsyncSendLimit::Queue(bound) => (usize::from(bound.max(1)), true),
         };
+        // Whether the last wait was cut short to look at the other sends.
         let mut was_short = false;
         loop {
+            // Sends that are settled make way first.
             self.forget_settled()?;
+            // With nothing under way the bound does not matter.
             let Some(oldest) = self.in_flight.first() else {
                 return Ok(());
             };
@@ -50,6 +53,7 @@ impl Sender {
                 return Ok(());
             }
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
+            // Sends are refused here, or the time for this one is over.
             if !wait || left.is_some_and(|left| left.is_zero()) {
                 let versions = oldest.versions().to_vec();
                 return Err(Error::SendPending { versions, allowed });
@@ -73,6 +77,7 @@ impl Sender {
 
     /// Keeps the asynchronous sends that are still on their way.
     fn forget_settled(&mut self) -> Result<()> {
+        // A send that cannot be asked stays, and the caller gets the error.
         let mut failed = None;
         self.in_flight.retain(|one| match one.makes_way() {
             Ok(settled) => !settled,
@@ -94,10 +99,12 @@ impl Sender {
         since: Instant,
         until: Deadline,
     ) -> Result<InFlight> {
+        // Refused before anything is read or staged.
         if options.targets != Targets::All {
             self.need("a send to some workers", |can| can.subsets)?;
         }
         let models = &self.setup.models;
+        // Which model each source is for.
         let resolved = resolve(members, options.model.as_deref(), models)?;
         if resolved.len() > 1 {
             self.need("several models at once", |can| can.sets)?;
@@ -131,7 +138,9 @@ fn stage_and_publish(
     options: &SendOptions,
     until: Deadline,
 ) -> Result<(Box<dyn Outstanding>, Payload)> {
+    // 1. What a partial update keeps.
     let indices: Vec<usize> = resolved.iter().map(|(index, _)| *index).collect();
+    // The rest of a partial update comes from the version that the targets run.
     let mut bases = Vec::new();
     if options.partial {
         for index in &indices {
@@ -144,6 +153,7 @@ fn stage_and_publish(
         let prepared = &setup.models[*index].prepared;
         publish::check(prepared, *weights, options.partial)?;
     }
+    // 2. Each model is read once, into its room.
     let mut payload = Payload::default();
     let mut writing = Duration::ZERO;
     let mut transport = Some(transport);
@@ -180,15 +190,19 @@ fn stage_and_publish(
         }
     }
     payload.writing = writing;
+    // The rest of each version is copied, so its pin is of no more use.
     drop(bases);
+    // 3. The numbers.
     let Some(mut staging) = staging else {
         return Err(Error::EmptySet);
     };
+    // One number for all models.
     if let Some(version) = options.version {
         for index in &indices {
             staging.number(*index, version)?;
         }
     }
+    // Single models may have their own: a cascade passes on the trainer's numbers.
     for index in &indices {
         let id = &setup.models[*index].prepared.id;
         let mut numbers = options.numbers.iter();
@@ -199,6 +213,7 @@ fn stage_and_publish(
     if options.wait_late {
         staging.wait_for_late();
     }
+    // 4. Live, for each worker in one step.
     Ok((staging.publish(&options.targets)?, payload))
 }
 

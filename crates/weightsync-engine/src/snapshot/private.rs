@@ -103,6 +103,7 @@ impl Snapshot {
     ) -> Result<PrivateView> {
         let place = match &self.held {
             SnapshotMemory::Slot(slot) => {
+                // Clones: the callback may run after this snapshot is dropped.
                 let (model, layout) = (self.model.clone(), slot.layout().clone());
                 let version = self.version();
                 let view = slot.private_with(move |tensors| {

@@ -220,6 +220,7 @@ impl<'a> StateDict<'a> {
             else {
                 continue;
             };
+            // The sender's room is taken over: both layouts are then equal.
             if spec.range.len as usize != state.capacity() {
                 let fitting =
                     ExtraState::with_capacity(state.value().clone(), spec.range.len as usize);
@@ -288,6 +289,7 @@ impl<'a> StateDict<'a> {
     pub fn slice<T: Element>(&self, name: &str) -> Result<Cow<'_, [T]>> {
         let entry = &self.entries[self.find(name)?].1;
         let tensor = entry.data(name)?;
+        // Bytes that lie in order are lent. A view with strides is copied.
         if let Some(bytes) = entry.bytes() {
             return typed_copy(name, tensor.dtype(), bytes);
         }
@@ -321,6 +323,7 @@ impl<'a> StateDict<'a> {
     /// The same with what does not lie side by side copied, so that all of it
     /// can be looked at.
     pub(super) fn packed(&self) -> Result<StateDict<'_>> {
+        // Loaders take contiguous tensors only.
         let mut packed = self.by_reference("");
         for (name, entry) in &mut packed.entries {
             if let HeldTensor::Lent(tensor) = &entry.held
@@ -419,6 +422,7 @@ impl<'a> StateDict<'a> {
     fn put(&mut self, name: &str, held: HeldTensor<'a>) -> usize {
         match self.index.get(name) {
             Some(&index) => {
+                // Its role stays.
                 self.entries[index].1.held = held;
                 index
             }

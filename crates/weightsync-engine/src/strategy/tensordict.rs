@@ -155,6 +155,7 @@ impl<'a> TensorDict<'a> {
         name: &str,
         insert: impl FnOnce(&mut StateDict<'a>) -> Result<()>,
     ) -> Result<()> {
+        // A leaf of this name is replaced, and the tree stays as it is.
         if self.tree.leaf(name).is_some() {
             return insert(&mut self.flat);
         }
@@ -229,6 +230,7 @@ fn can_be_added(tree: &Tree<()>, name: &str) -> Result<(), weightsync_core::Erro
         .match_indices('.')
         .map(|(end, _)| end)
         .take(names::MAX_DEPTH);
+    // No tensor may have others below it.
     for end in ends {
         if tree.leaf(&name[..end]).is_some() {
             return Err(conflict(&name[..end]));

@@ -84,6 +84,7 @@ impl Endpoint {
             path: path.into(),
             source: "it is not UTF-8; choose a run directory of another name".into(),
         })?;
+        // Workers run in other directories, and the text may come from another process.
         if lookup.len() > Self::MAX_LOOKUP || !Path::new(&lookup).is_absolute() {
             return Err(Error::BadInitInfo(format!(
                 "its sender is to be looked up in a file whose path has {} bytes, expected an \

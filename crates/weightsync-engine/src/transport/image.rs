@@ -55,6 +55,7 @@ impl ImageMemory {
             let _ = pages.advise(memmap2::Advice::HugePage);
             return Self::Pages(pages);
         }
+        // Rounded to words. A layout is a whole number of them.
         Self::Words(vec![0; bytes / 8])
     }
 }
@@ -146,6 +147,7 @@ impl Image {
         let layout = self.layout.clone();
         let mut rest = self.bytes_mut();
         let mut at = 0;
+        // Tensors follow each other in the image, so one split after another hands each its place.
         let mut places = Vec::with_capacity(layout.len());
         for tensor in layout.tensors() {
             let start = tensor.range.offset as usize;

@@ -29,6 +29,8 @@ impl LocalMemory {
 
     pub(crate) fn open(opening: &Opening<'_>, max_queue: u8) -> Result<Box<dyn SenderTransport>> {
         let at = opening.at;
+        // With a run directory each sender has a new address: a child that a dead trainer had
+        // forked may still listen at the old one.
         let listener = match at.lookup() {
             None => Listener::at(at.address())?,
             Some(file) => {
@@ -62,6 +64,7 @@ impl LocalMemory {
         (delivery, own_copy): (Delivery, bool),
         deadline: Deadline,
     ) -> Result<Box<dyn ReceiverTransport>> {
+        // Before the wait for a sender, which could not end well on other systems.
         check_sharing()?;
         let options = AttachOptions {
             address: match at.lookup() {
@@ -78,10 +81,13 @@ impl LocalMemory {
             instance: 0,
             resume: Resume::default(),
         };
+        // Without a run directory the address never changes.
         let reader = match at.lookup() {
             None => SegmentReader::attach(&options, deadline)?,
             Some(file) => {
                 let mut attempts = 0;
+                // The file is read for each attempt: a trainer that starts meanwhile writes its
+                // address there.
                 let attached = SegmentReader::attach_by(&options, deadline, || {
                     attempts += 1;
                     // The first attempt has found nobody.
@@ -92,6 +98,7 @@ impl LocalMemory {
                     }
                     run_dir::look_up(file)
                 });
+                // The error says what is known: that a sender was there, and has ended.
                 attached.map_err(|error| match error {
                     Error::NoSender {
                         address, waited, ..

@@ -434,6 +434,7 @@ pub trait Outstanding: fmt::Debug + Send + Sync {
     ///
     /// As [`settle`](Self::settle).
     fn is_settled(&self, level: Level) -> Result<bool> {
+        // With a deadline that has come, `settle` looks once and does not wait.
         let lines = self.settle(level, Some(Instant::now()))?;
         let mut lines = lines.iter();
         // A worker that is passed over does not become final by waiting, so it counts as settled.

@@ -121,6 +121,7 @@ impl Staging for Unseen<'_> {
 
     fn number(&mut self, model: usize, version: Version) -> Result<()> {
         let newest = self.sent.versions[model];
+        // Refused as any other scheme refuses it.
         if version <= newest {
             return Err(Error::VersionNotNewer {
                 newest,

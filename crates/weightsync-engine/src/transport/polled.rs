@@ -206,6 +206,7 @@ impl<P: Publisher> PolledSender<P> {
     fn keep(&mut self, model: usize, snapshot: Snapshot) {
         let kept = &mut self.kept[model];
         kept.push_back(snapshot);
+        // One more than the history: the newest.
         while kept.len() > self.history + 1 {
             let old = kept.pop_front();
             // If nobody else has it.
@@ -217,9 +218,12 @@ impl<P: Publisher> PolledSender<P> {
 impl<P: Publisher> SenderTransport for PolledSender<P> {
     fn stage(&mut self, models: &[usize], _: Deadline) -> Result<Box<dyn Staging + '_>> {
         self.publisher.check()?;
+        // Before the weights are written, which may take long.
         let workers = self.roster.look();
         let mut members = Vec::new();
         for &model in models {
+            // Memory of a version that nobody holds any more, if there is some: it is written in
+            // full.
             let spare = self.spare[model].take();
             members.push(StagedModel {
                 model,
@@ -351,6 +355,7 @@ impl<P: Publisher> Staging for StagedSet<'_, P> {
             mut workers,
             waits_for_late,
         } = *self;
+        // Every worker reads the one place, so none can be left out.
         if *targets != Targets::All {
             let scheme = sender.publisher.scheme();
             return Err(Error::unsupported("a send to some workers", scheme));
@@ -360,6 +365,8 @@ impl<P: Publisher> Staging for StagedSet<'_, P> {
             let spec = &sender.models[member.model];
             let run = sender.publisher.run();
             let snapshot = Snapshot::received(spec, run, member.version, member.image)?;
+            // Made by the sender, before the bytes leave this process: workers compare what they
+            // read with it.
             let digest = snapshot.digest();
             published.push((member.model, snapshot.with_digest(digest)));
         }
@@ -367,11 +374,13 @@ impl<P: Publisher> Staging for StagedSet<'_, P> {
         // A worker that gets the publication has a line.
         let mut before = || {
             let mut joined = roster.look();
+            // A worker that was known by the last look has its line already.
             joined.retain(|one| !workers.iter().any(|known| Arc::ptr_eq(known, one)));
             workers.append(&mut joined);
             let refused = workers.iter().filter_map(|worker| worker.look().1.refused);
             refused.map(|(sequence, _)| sequence).max().unwrap_or(0)
         };
+        // This makes the versions live.
         let sequence = sender.publisher.publish(&published, &mut before)?;
         let versions = published.iter();
         let versions: Vec<_> = versions
@@ -381,9 +390,11 @@ impl<P: Publisher> Staging for StagedSet<'_, P> {
             .iter()
             .map(|(_, snapshot)| snapshot.model().clone());
         let ids = ids.collect();
+        // Only now: a publication that fails leaves what is kept as it was.
         for (model, snapshot) in published {
             sender.keep(model, snapshot);
         }
+        // A worker that wants none of these models has no line.
         workers.retain(|worker| {
             let mut wanted = worker.about().wanted.iter();
             wanted.any(|model| versions.iter().any(|(sent, _)| sent == model))
@@ -419,12 +430,15 @@ impl Outstanding for PolledPublication {
     }
 
     fn settle(&self, level: Level, deadline: Deadline) -> Result<Vec<WorkerReport>> {
+        // One look first: a settled send never sleeps.
         let lines = self.workers.iter().map(|worker| self.line(worker, level));
         let mut lines: Vec<_> = lines.collect();
+        // A worker that is late since an earlier send is not waited for.
         let awaited = |line: &WorkerReport| !line.outcome.is_final(level) && line.late.is_none();
         let mut pause = Pause::new(self.roster.place.pauses());
         while lines.iter().any(awaited) && pause.until(deadline)? {
             for (line, worker) in lines.iter_mut().zip(&self.workers) {
+                // A final line stands, whatever becomes of the worker.
                 if !line.outcome.is_final(level) {
                     *line = self.line(worker, level);
                 }
@@ -443,6 +457,7 @@ impl Outstanding for PolledPublication {
 
     fn late(&self, level: Level) -> Result<()> {
         for worker in &self.workers {
+            // What it has said by now is noted. It counts as late until it says something else.
             if !self.line(worker, level).outcome.is_final(level) {
                 let (_, words) = worker.look();
                 let mut late = worker.late.lock().unwrap_or_else(PoisonError::into_inner);
@@ -464,13 +479,16 @@ impl PolledPublication {
 
     fn line(&self, worker: &PolledWorker, level: Level) -> WorkerReport {
         let (life, words) = worker.look();
+        // The last refusal may be of a later publication. The worker has passed this one over, too.
         let refused = words.refused.as_ref();
         let refused = refused.filter(|(sequence, _)| *sequence >= self.sequence);
+        // The furthest step counts: what was applied stays applied, whatever came later.
         let outcome = if words.applied >= self.sequence {
             Outcome::Applied
         } else if let Some(reason) = words.rejected.as_ref().or(refused.map(|(_, why)| why)) {
             let reason = reason.clone();
             match life {
+                // A worker that can use nothing at all has failed once it is gone.
                 Life::Left | Life::Dead if words.rejected.is_some() => Outcome::Failed { reason },
                 _ => Outcome::Refused { reason },
             }
@@ -486,6 +504,7 @@ impl PolledPublication {
                 Life::Here => Outcome::Late,
             }
         };
+        // Passed over if it was late before and has said nothing new since.
         let late = match outcome {
             Outcome::Late if !self.waits_for_late => {
                 let late = worker.late.lock().unwrap_or_else(PoisonError::into_inner);

@@ -25,6 +25,7 @@ fn fill(bytes: &mut [u8]) -> std::io::Result<()> {
     use rustix::rand::{GetRandomFlags, getrandom};
 
     let mut filled = 0;
+    // A signal may end the call early.
     while filled < bytes.len() {
         match getrandom(&mut bytes[filled..], GetRandomFlags::empty()) {
             Ok(len) => filled += len,

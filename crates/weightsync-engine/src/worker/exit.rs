@@ -93,6 +93,7 @@ pub(super) struct StderrTail {
 impl StderrTail {
     /// Takes in what was read, and calls `on_line` for every line it completes.
     pub(super) fn push(&mut self, bytes: &[u8], on_line: Option<&mut dyn FnMut(&str)>) {
+        // One read may be longer than all that is kept.
         let kept = &bytes[bytes.len().saturating_sub(STDERR_TAIL)..];
         let excess = (self.tail.len() + kept.len()).saturating_sub(STDERR_TAIL);
         self.tail.drain(..excess);
@@ -100,6 +101,7 @@ impl StderrTail {
 
         let Some(on_line) = on_line else { return };
         for piece in bytes.split_inclusive(|&byte| byte == b'\n') {
+            // Memory stays bounded for a worker that writes without line feeds.
             for part in piece.chunks(MAX_LINE) {
                 if self.line.len() + part.len() > MAX_LINE {
                     self.flush(on_line);

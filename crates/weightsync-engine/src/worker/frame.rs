@@ -141,6 +141,7 @@ impl FrameAssembler {
                 PipeFrameKind::Greeting => MAX_GREETING,
                 PipeFrameKind::Init | PipeFrameKind::User => self.max_frame,
             };
+            // Before the memory is taken: the length is a peer's word.
             if len > max {
                 return Err(PipeFault::FrameTooLong { len, max });
             }

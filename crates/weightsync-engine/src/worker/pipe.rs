@@ -41,6 +41,7 @@ pub(super) fn read(
 ) -> Result<PipeRead, PipeFault> {
     loop {
         match recv(&socket, assembler.missing(), RecvFlags::DONTWAIT) {
+            // The buffer is never empty, so no bytes mean the end of the stream.
             Ok((_, 0)) => return Ok(PipeRead::Disconnected),
             Ok((_, read)) => {
                 if let Some((kind, payload)) = assembler.advance(read)? {

@@ -41,6 +41,8 @@ pub fn current() -> Result<Option<WorkerProcess>, WorkerError> {
     let Some(mark) = WorkerMark::of_this_process() else {
         return Ok(None);
     };
+    // Before the look at standard input, which is an empty file once the pipe is taken: a second
+    // call would say that it is not attached.
     if TAKEN.load(Ordering::Acquire) {
         return Err(WorkerError::AlreadyTaken);
     }
@@ -54,6 +56,7 @@ pub fn current() -> Result<Option<WorkerProcess>, WorkerError> {
             trainer: mark.trainer,
         });
     }
+    // Of two threads that come here at once, one takes the pipe.
     if TAKEN.swap(true, Ordering::AcqRel) {
         return Err(WorkerError::AlreadyTaken);
     }
@@ -126,6 +129,8 @@ impl WorkerProcess {
         let write = |first: &[u8], second: &[u8], done| {
             pipe::write(socket, first, second, done).map_err(|_| WorkerError::Closed)
         };
+        // An interrupted send may have left the end of its frame. It goes first, or the trainer
+        // would take this frame for a part of that one.
         while !rest.is_empty() {
             let done = write(&rest, &[], 0)?;
             rest.drain(..done);
@@ -140,6 +145,7 @@ impl WorkerProcess {
                 return Ok(());
             }
             let waited = self.until_room(done > 0);
+            // The trainer waits for the rest of a frame that was begun: the next send brings it.
             if let Err(WorkerError::Interrupted { begun: true }) = waited {
                 rest.extend_from_slice(&header[done.min(header.len())..]);
                 rest.extend_from_slice(&frame[done.saturating_sub(header.len())..]);
@@ -151,6 +157,7 @@ impl WorkerProcess {
     /// Waits until the pipe has room, or is closed, which the next write tells.
     fn until_room(&self, begun: bool) -> Result<(), WorkerError> {
         let interrupted = |_| WorkerError::Interrupted { begun };
+        // Until a slice ends, so that a thread with a check asks it.
         let slice = interrupt::at_most(None).map_err(interrupted)?;
         let slice = slice.and_then(|slice| Timespec::try_from(slice).ok());
         let socket = PollFd::new(&self.shared.socket, PollFlags::OUT);
@@ -174,8 +181,10 @@ impl WorkerProcess {
         let deadline = deadline(timeout);
         let mut state = lock(&self.shared.state);
         loop {
+            // Frames come before the fault and the end: they were sent before.
             if let Some(frame) = state.queue.pop_front() {
                 state.queued -= frame.len() + FRAME_COST;
+                // The lifeline thread reads no more until there is room.
                 if std::mem::take(&mut state.paused) {
                     self.shared.waker.wake();
                 }
@@ -227,6 +236,8 @@ impl WorkerProcess {
             .spawn(move || lifeline.run())
             .map_err(WorkerError::os("starting the lifeline thread"))?;
 
+        // The lifeline thread ends this wait in any case: with the init bytes, a fault, or the end
+        // of the pipe.
         let mut state = lock(&shared.state);
         let (greeting, init) = loop {
             if let Some(welcome) = state.welcome.take() {
@@ -356,6 +367,7 @@ impl Lifeline {
     }
 
     fn read_to_the_end(&mut self) -> PipeEnd {
+        // Until the greeting has come, no other frame may have a payload.
         let mut assembler = FrameAssembler::new(0);
         let mut greeting = None;
         let mut disconnected = false;
@@ -369,6 +381,8 @@ impl Lifeline {
                 room
             };
             if !room {
+                // The socket has data that has no room, and would be ready at once. So only its end
+                // is waited for.
                 match self.sleep(system::HANG_UP) {
                     Some(PipeEnd::Disconnected) => disconnected = true,
                     Some(end) => return end,
@@ -401,6 +415,7 @@ impl Lifeline {
                     }
                     Err(fault) => return PipeEnd::Fault(fault),
                 },
+                // The init bytes follow the greeting at once, and come once.
                 (PipeFrameKind::Init, Some((parsed, false))) => {
                     greeting = Some((parsed, true));
                     lock(&self.shared.state).welcome = Some((parsed, payload));
@@ -438,6 +453,7 @@ impl Lifeline {
             }
         }
         let ready = |index: usize| fds.get(index).map_or(PollFlags::empty(), PollFd::revents);
+        // Before the hang-up: the death of the trainer gives this process no grace.
         if !ready(2).is_empty() {
             return Some(PipeEnd::Orphaned);
         }
@@ -472,6 +488,7 @@ fn watch_parent(trainer: u32) -> Option<OwnedFd> {
 /// orderly exit, which runs handlers that may wait for the very thread that hangs.
 fn end_this_process() -> ! {
     let this: Pid = getpid();
+    // The processes that this worker has started go with it.
     if getpgrp() == this {
         let _ = kill_process_group(this, Signal::KILL);
     }

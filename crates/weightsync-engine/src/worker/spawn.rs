@@ -77,6 +77,7 @@ impl Spawn {
     /// # Errors
     /// [`WorkerError::Os`] when the program's own path cannot be found out.
     pub fn this_program() -> Result<Self, WorkerError> {
+        // For process lists and errors: the program itself is run through `/proc`.
         let path = std::env::current_exe().map_err(WorkerError::os("finding this program"))?;
         let mut spawn = Self::program(worker_process::THIS_PROGRAM);
         spawn.arg0 = Some(path.into());
@@ -212,6 +213,7 @@ impl Spawn {
     /// Starts the process of worker `index`. Must be called on a thread that lives as long as the
     /// worker may: the kernel's death signal follows the thread, not the process.
     pub(super) fn launch(&self, index: usize) -> Result<Launched, WorkerError> {
+        // The worker's end becomes its standard input. A launcher between the two passes that on.
         let (ours, theirs) = pipe::pair()?;
         let inode = fstat(&theirs)
             .map_err(WorkerError::os("asking for a socket's inode"))?
@@ -224,9 +226,12 @@ impl Spawn {
         let mut child = command
             .args(&self.args)
             .envs(self.envs.iter().map(|(name, value)| (name, value)))
+            // The worker compares the inode with that of its standard input.
             .env(MARK, format!("{inode}:{}", process::id()))
             .stdin(Stdio::from(theirs))
             .stderr(Stdio::piped())
+            // A terminal's Ctrl-C reaches the trainer alone, and the rest of a dead worker's group
+            // can be killed.
             .process_group(0)
             .spawn()
             .map_err(|source| WorkerError::Spawn {

@@ -51,9 +51,11 @@ pub(super) fn wait_or_interrupt<'a, T>(
             Err(_) => Err((guard, WaitEnd::Interrupted)),
         };
     }
+    // The sleep ends at the deadline, or when the check is due; the caller looks again either way.
     let slice = self::deadline(interrupt::slice(None));
     let until = [deadline, slice].into_iter().flatten().min();
     match wait(changed, guard, until) {
+        // The deadline itself has come, not just the end of a slice.
         Err(guard) if deadline.is_some_and(|at| at <= Instant::now()) => {
             Err((guard, WaitEnd::Deadline))
         }

@@ -89,10 +89,13 @@ impl Watcher {
     /// Starts the workers, says so, and watches them until the group is shut down.
     pub(super) fn run(mut self, started: &SyncSender<Result<(), WorkerError>>) {
         let launched = (0..self.inits.len()).try_for_each(|worker| self.begin(worker));
+        // The first failure ends the loop. The drop of this value then ends the workers that have
+        // started.
         let failed = launched.is_err();
         // The caller waits for this answer.
         let _ = started.send(launched);
         while !failed && self.prepare() {
+            // Without a poll no death is noticed: the drop of this value ends the workers.
             let Some(ready) = self.sleep() else { return };
             for ready in ready {
                 match ready {
@@ -113,10 +116,13 @@ impl Watcher {
 
     /// Does what callers have asked for; `false` when the thread is to end.
     fn prepare(&mut self) -> bool {
+        // What the callers want, taken in one step. The lock is released before a process is
+        // started, which may take long.
         let mut state = lock(&self.shared.state);
         let (closing, abandoned) = (state.closing, state.abandoned);
         let requests = std::mem::take(&mut state.requests);
         if closing {
+            // A frame that waits for room never leaves any more: its caller sees the closing group.
             state.slots.iter_mut().for_each(|slot| slot.outbox.clear());
         }
         drop(state);
@@ -126,6 +132,8 @@ impl Watcher {
             if closing {
                 answer(request, Err(WorkerError::ShutDown));
             } else if let Some(running) = &self.running[worker] {
+                // The process is only killed here. `reap` reports its end, and then starts the next
+                // one.
                 running.link.kill();
                 // The later of two requests for one worker wins.
                 if let Some(earlier) = self.awaited[worker].replace(request) {
@@ -135,15 +143,20 @@ impl Watcher {
                 self.restart(request);
             }
         }
+        // The group is shutting down: every pipe is closed once, which asks the workers to end.
         if closing && !self.closed {
             self.closed = true;
             for running in self.running.iter_mut().flatten() {
+                // A drop would close nothing: a caller in `send` may hold the socket, too.
                 // Fails when the worker closed its end first.
                 let _ = rustix::net::shutdown(&*running.link.socket, Shutdown::Both);
+                // From here on each poll would find the socket ready. `reap` reads what is left in
+                // it.
                 running.reading = false;
             }
             self.shared.changed.notify_all();
         }
+        // The thread ends once every process is reaped, or once the shutdown has given the rest up.
         let over = closing && self.running.iter().all(Option::is_none);
         !(abandoned || over)
     }
@@ -157,6 +170,8 @@ impl Watcher {
             fds.push(PollFd::from_borrowed_fd(fd, flags));
             tags.push(tag);
         };
+        // Room and `paused` belong together under this lock: a caller that takes an event then sees
+        // `paused`, and wakes this thread.
         let mut state = lock(&self.shared.state);
         let closing = state.closing;
         let mut reapable = Vec::with_capacity(self.running.len());
@@ -187,6 +202,7 @@ impl Watcher {
             }
         }
         drop(state);
+        // Last in the list, because `run` serves it in order.
         for (worker, running) in reapable {
             watch(
                 running.link.pidfd.as_fd(),
@@ -211,10 +227,13 @@ impl Watcher {
     }
 
     fn serve_socket(&mut self, worker: usize, wanted: PollFlags) {
+        // What was asked for is tried, whatever the poll said: neither call blocks, and each finds
+        // a hang-up.
         if wanted.contains(PollFlags::OUT) {
             self.flush(worker);
         }
         if wanted.contains(PollFlags::IN) {
+            // The lock is not held for the read: callers take events meanwhile.
             let room = {
                 let state = lock(&self.shared.state);
                 self.spawn
@@ -222,6 +241,7 @@ impl Watcher {
                     .max(1)
                     .saturating_sub(state.slots[worker].queued)
             };
+            // A few frames at a time, so that one busy worker does not hold up the others.
             let frames = self.read_frames(worker, FRAMES_PER_TURN, room);
             let disconnected = self.running[worker]
                 .as_ref()
@@ -238,12 +258,15 @@ impl Watcher {
         let Some(running) = &self.running[worker] else {
             return;
         };
+        // Held for the write: a caller sees the outbox before it or after it.
         let mut state = lock(&self.shared.state);
         let slot = &mut state.slots[worker];
         match slot.outbox.flush(&running.link.socket) {
+            // The rest still waits for room, so no caller has anything to see.
             Ok(false) => return,
             Ok(true) => {}
             Err(pipe::Disconnected) => {
+                // The caller in `send` gets `Gone`.
                 slot.outbox.clear();
                 slot.disconnected = true;
             }
@@ -258,6 +281,8 @@ impl Watcher {
         let Some(running) = &mut self.running[worker] else {
             return frames;
         };
+        // One frame may go beyond the room. Otherwise a frame longer than the queue would never
+        // come.
         let mut cost = 0;
         while running.reading && frames.len() < max && cost < room {
             match pipe::read(&*running.link.socket, &mut running.assembler) {
@@ -265,6 +290,7 @@ impl Watcher {
                     cost += frame.len() + FRAME_COST;
                     frames.push(frame);
                 }
+                // Only a trainer sends greetings and init bytes.
                 Ok(PipeRead::Frame(kind, _)) => {
                     running.condemn(PipeFault::OutOfTurn { kind: kind as u8 });
                 }
@@ -291,6 +317,8 @@ impl Watcher {
                 return;
             };
             match rustix::io::read(stderr, &mut chunk) {
+                // The end of the stream, or an error, stops the reading. The process is still
+                // watched.
                 Ok(0) => running.stderr = None,
                 Ok(read) => running.tail.push(
                     &chunk[..read],
@@ -311,6 +339,7 @@ impl Watcher {
         let Some(running) = &mut self.running[worker] else {
             return;
         };
+        // Before the process is reaped: until then no other group can have its number.
         running.kill_group();
         let status = match running.child.try_wait() {
             Ok(Some(status)) => Some(status),
@@ -340,16 +369,19 @@ impl Watcher {
         let next = match &request {
             _ if closing => None,
             Some(request) => Some(self.launch(worker, request.init.clone())),
+            // A restart that a caller asked for comes before that of the policy.
             None if self.policy_restarts(worker, &exit) => Some(self.launch(worker, None)),
             None => None,
         };
         exit.restarted = matches!(next, Some(Ok(_)));
         tracing::debug!(worker, %exit, "a worker has ended");
 
+        // Frames first: a reader gets everything that the process sent before its end.
         let mut state = lock(&self.shared.state);
         state.deliver(worker, frames);
         state.record_exit(worker, exit);
         drop(state);
+        // After `record_exit`, which clears the slot that the next process takes.
         let next = next.map(|next| next.map(|next| self.enrol(worker, next)));
         self.shared.changed.notify_all();
         match (request, next) {
@@ -433,6 +465,7 @@ impl Watcher {
         let first = greeting.frame_before_init(init.len() as u32);
         let pid = running.link.pid;
         let mut state = lock(&self.shared.state);
+        // In one step: a caller's frame never comes before the greeting.
         let slot = &mut state.slots[worker];
         slot.link = Some(running.link.clone());
         slot.disconnected = false;
@@ -450,11 +483,13 @@ impl Drop for Watcher {
     /// Ends what still runs: after a failed start, a panic, or a shutdown that gave a process up.
     fn drop(&mut self) {
         let running: Vec<_> = self.running.iter_mut().map(Option::take).collect();
+        // All are killed before the first is waited for, so that the waits overlap.
         running
             .iter()
             .flatten()
             .for_each(|running| running.link.kill());
         let mut state = lock(&self.shared.state);
+        // Callers that wait for a restart see their channel close.
         state.requests.clear();
         for (slot, running) in state.slots.iter_mut().zip(running) {
             let Some(mut running) = running else { continue };

@@ -105,6 +105,7 @@ impl Workers {
 
         // Our turn comes when the frame before ours is in the pipe.
         let mut state = lock(&self.shared.state);
+        // Each turn looks at the worker again: it may have died, or have a new process.
         let link = loop {
             let link = state.link(worker)?;
             if state.slots[worker].outbox.is_empty() {
@@ -115,6 +116,7 @@ impl Workers {
         };
 
         let header = header(PipeFrameKind::User, frame.len() as u32);
+        // Under the lock: no other thread's frame gets between the parts of this one.
         let done = pipe::write(&*link.socket, &header, frame, 0)
             .map_err(|_| state.slots[worker].gone(worker))?;
         if done == header.len() + frame.len() {
@@ -133,14 +135,19 @@ impl Workers {
                     if !outbox.is_waiting(turn) {
                         return Ok(());
                     }
+                    // Part of the frame is in the pipe. The watching thread writes the rest in any
+                    // case.
                     if outbox.begun() {
                         return Err(too_late(ended, true));
                     }
+                    // Not a byte has left: the frame is withdrawn, and the next sender has its
+                    // turn.
                     outbox.clear();
                     self.shared.changed.notify_all();
                     return Err(too_late(ended, false));
                 }
             };
+            // A new process has the worker's place. The rest of this frame went with the old one.
             if state.link(worker)?.pid != pid {
                 return Err(state.slots[worker].gone(worker));
             }
@@ -165,11 +172,13 @@ impl Workers {
                     Event::Frame(frame) => slot.queued -= frame.len() + FRAME_COST,
                     Event::Exited(_) => slot.untold -= 1,
                 }
+                // The watching thread stopped at this worker's full queue: it looks again.
                 if std::mem::take(&mut slot.paused) {
                     self.shared.waker.wake();
                 }
                 return Some((worker, event));
             }
+            // Without a process, and without a restart under way, no event can come.
             if state.finished || (state.running() == 0 && state.restarting == 0) {
                 return None;
             }
@@ -196,6 +205,8 @@ impl Workers {
         if state.closing || state.finished {
             return Err(WorkerError::ShutDown);
         }
+        // Counted before the old process is killed: `recv_any` must not take the time without a
+        // process for the end.
         state.restarting += 1;
         state.requests.push(RestartRequest {
             worker,
@@ -205,6 +216,8 @@ impl Workers {
         drop(state);
         self.shared.waker.wake();
 
+        // The old process has to die first. After a timeout the request stands: the process is
+        // started as soon as the old one has died.
         let answer = answer.recv_timeout(DEATH);
         lock(&self.shared.state).restarting -= 1;
         self.shared.changed.notify_all();
@@ -214,6 +227,7 @@ impl Workers {
                 worker,
                 waited: DEATH,
             }),
+            // The watching thread is gone, and the request with it.
             Err(RecvTimeoutError::Disconnected) => Err(WorkerError::ShutDown),
         }
     }
@@ -228,6 +242,8 @@ impl Workers {
         let mut state = lock(&self.shared.state);
         let slot = &mut state.slots[worker];
         if let Some(link) = &slot.link {
+            // Before the signal: the watching thread must not take this end for a crash, and
+            // restart it.
             slot.killed = true;
             link.kill();
             // The watching thread may have put off the end of this worker: wake it to look again.
@@ -249,6 +265,7 @@ impl Workers {
             return Vec::new();
         }
         let mut state = lock(&self.shared.state);
+        // The watching thread closes the pipes, which asks the workers to end.
         state.closing = true;
         self.shared.waker.wake();
         let until = deadline(timeout);
@@ -263,6 +280,7 @@ impl Workers {
                 }
             };
         }
+        // The time is over, or the caller does not want to wait: SIGKILL.
         if state.running() > 0 {
             state
                 .slots
@@ -271,6 +289,7 @@ impl Workers {
                 .for_each(ProcessLink::kill);
             state = self.until_none_runs(state, deadline(Some(DEATH)));
         }
+        // What still runs now is held by the kernel. The watching thread does not wait for it.
         state.abandoned = true;
         drop(state);
         self.shared.waker.wake();
@@ -304,6 +323,7 @@ impl Workers {
         });
         let (started, answer) = sync_channel(1);
         let theirs = Arc::clone(&shared);
+        // This thread starts all processes, also at a restart: each is killed when it ends.
         let watcher = thread::Builder::new()
             .name("ws-workers".into())
             .spawn(move || Watcher::new(theirs, spawn, inits).run(&started))
@@ -495,6 +515,7 @@ impl Outbox {
 
     /// Takes in what follows the first `done` bytes of a frame, and returns its turn.
     pub(super) fn fill(&mut self, first: &[u8], second: &[u8], done: usize) -> u64 {
+        // The caller's frame is copied: it may return at its deadline while the rest still waits.
         self.rest.reserve_exact(first.len() + second.len() - done);
         self.rest.extend_from_slice(&first[done.min(first.len())..]);
         self.rest

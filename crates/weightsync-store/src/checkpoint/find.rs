@@ -32,6 +32,7 @@ pub(super) enum FoundCheckpoint {
 pub(super) fn find(path: &Path, reach: &Reach) -> Result<FoundCheckpoint> {
     let about = fs::metadata(path);
     let about = about.map_err(StoreError::file("opening", path.display().to_string()))?;
+    // A user who names a file means that file.
     if !about.is_dir() {
         return Ok(FoundCheckpoint::Files {
             at: path.into(),
@@ -39,12 +40,15 @@ pub(super) fn find(path: &Path, reach: &Reach) -> Result<FoundCheckpoint> {
             index: None,
         });
     }
+    // A store itself, before its files could be taken for a checkpoint.
     if path.join(VERSIONS).is_dir() && (path.join(HEAD).exists() || path.join(DATA).is_dir()) {
         return Ok(FoundCheckpoint::Store);
     }
+    // The directory itself comes before the steps below it.
     if let Some(found) = within(path, reach)? {
         return Ok(found);
     }
+    // A directory of steps: the step that the trainer named, else the newest.
     let step = newest_step(path, reach)?;
     let at = step.as_deref().unwrap_or(path);
     if step.is_some()
@@ -80,7 +84,9 @@ fn within(dir: &Path, reach: &Reach) -> Result<Option<FoundCheckpoint>> {
 fn directly(at: PathBuf, reach: &Reach) -> Result<Option<FoundCheckpoint>> {
     let all = names(&at)?;
     let only = format!("model{SAFETENSORS}");
+    // The name that programs look for first.
     let has_only = all.contains(&only);
+    // An index settles which files belong together.
     let index = index_of(&at, &all, has_only)?;
     if let Some(index) = index {
         let files = shards(&at, &index, reach)?;
@@ -104,6 +110,7 @@ fn directly(at: PathBuf, reach: &Reach) -> Result<Option<FoundCheckpoint>> {
         }
         names = vec![&only];
     }
+    // Without an index, the numbers in the names tell whether a file is missing.
     check_numbers(&at, &names)?;
     let files: Vec<_> = names.into_iter().map(|name| at.join(name)).collect();
     let index = None;
@@ -188,6 +195,7 @@ fn is_numbered_as(name: &str, stem: &str) -> bool {
 
 /// Refuses files that count up to a number and are not all there.
 fn check_numbers(at: &Path, names: &[&str]) -> Result<()> {
+    // By what is around the numbers: a directory may have the files of several models.
     let mut splits: BTreeMap<(&str, &str), Vec<(&str, Numbered<'_>)>> = BTreeMap::new();
     for name in names {
         if let Some(one) = Numbered::of(name) {
@@ -286,6 +294,7 @@ fn shards(at: &Path, index: &Path, reach: &Reach) -> Result<Vec<PathBuf>> {
     let map = super::read_index(index, reach)?;
     let mut names: Vec<_> = map.iter().map(|(tensor, file)| (file, tensor)).collect();
     names.sort();
+    // An index names each file once for every tensor in it.
     names.dedup_by_key(|(file, _)| *file);
     let paths = names.into_iter().map(|(file, tensor)| {
         // Other files of this computer are no part of the checkpoint.

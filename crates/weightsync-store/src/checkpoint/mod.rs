@@ -103,6 +103,7 @@ impl Checkpoint {
     }
 
     fn open_as(path: &Path, follows: bool) -> Result<Self> {
+        // A file is named by the user. In a directory, names come from the maker of the checkpoint.
         let reach = match follows || !path.is_dir() {
             true => Reach::Anything,
             false => Reach::of(path)?,
@@ -150,8 +151,10 @@ impl Checkpoint {
         let mut places = Vec::new();
         let mut seen: HashMap<String, usize> = HashMap::new();
         let mut unlisted = Vec::new();
+        // Each tensor comes from one file, and the index, if there is one, agrees.
         for (number, path) in names.iter().enumerate() {
             let opened = reach.open(path)?;
+            // Asked before the file is parsed, so that the error says how to convert it.
             let is_pickled = pickle::is_one(path, &opened);
             let file = SafetensorsFile::of(opened, path).map_err(|error| match is_pickled {
                 true => pickle::refused(path),
@@ -189,6 +192,7 @@ impl Checkpoint {
                 unlisted.len()
             );
         }
+        // An index may also name tensors that no file has.
         let mut said = index.iter().flatten();
         if let Some((tensor, file)) = said.find(|(tensor, _)| !seen.contains_key(*tensor)) {
             let what =
@@ -234,6 +238,7 @@ impl Checkpoint {
             let found = &self.layout.tensors()[own];
             (found.dtype == tensor.dtype && found.shape == tensor.shape).then_some(own)
         };
+        // In the order of the version before: the new version can then be saved as changes.
         let order: Option<Vec<_>> = layout.tensors().iter().map(same).collect();
         let Some(order) = order.filter(|order| order.len() == self.layout.len()) else {
             return false;
@@ -245,6 +250,7 @@ impl Checkpoint {
     }
 
     fn read_at(&self, place: (usize, usize), start: usize, piece: &mut [u8]) -> io::Result<()> {
+        // Each piece is a place at which a signal can end the call.
         look_for_interruption()?;
         match &self.weights {
             CheckpointWeights::Files(files) => files[place.0]
@@ -349,8 +355,10 @@ fn extra_files(at: &Path, reach: &Reach) -> Result<Vec<(String, Vec<u8>)>> {
         dir = below;
     }
     let mut names = find::names(&dir)?;
+    // What a model needs to run, and nothing else of the trainer's directory.
     names.retain(|name| belongs_to_model(name) && dir.join(name).is_file());
     let mut files = Vec::with_capacity(names.len());
+    // The bound is for all files together.
     let mut left = MAX_EXTRA;
     for name in names {
         let path = dir.join(&name);
@@ -431,6 +439,7 @@ impl Store {
         for file in files.filter(|file| is_extra(file)) {
             let path = stored.anchor.at.file(&stored.model, &file.name);
             let mut bytes = Vec::new();
+            // Checked while it is read, because such files go to other programs as they are.
             let damage = crate::anchor::check_file(
                 self.storage(),
                 &path,

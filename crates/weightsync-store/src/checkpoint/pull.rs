@@ -83,6 +83,7 @@ impl Store {
         } = loaded;
         let digest = snapshot.published_digest();
         let digest = digest.unwrap_or_else(|| snapshot.digest());
+        // A store may have files that this program would not have put there.
         files.retain(|(name, _)| {
             let is_left_out = !is_plain_data(name);
             if is_left_out {
@@ -94,6 +95,7 @@ impl Store {
             }
             !is_left_out && name != PULL_MARK
         });
+        // Written next to its place, so that nobody sees half a checkpoint under its name.
         let unfinished = UnfinishedDirectory::new(&target, self.mode())?;
         let mut storage: Arc<dyn Storage> = Arc::new(Directory::new(&unfinished.path));
         if let Some(progress) = self.progress() {
@@ -112,6 +114,7 @@ impl Store {
         };
         let text = serde_json::to_vec_pretty(&mark);
         let text = text.unwrap_or_else(|error| unreachable!("plain values become JSON: {error}"));
+        // A later pull may replace only what this mark lists.
         anchor::write_file(&*storage, "", PULL_MARK, [&text[..]].into_iter())?;
         unfinished.place(&target)?;
         Ok(Pulled {
@@ -182,6 +185,7 @@ impl TargetDirectory {
                 return Err(StoreError::file("opening", self.path.display().to_string())(error));
             }
         }
+        // A mounted file system cannot be renamed away.
         if is_mount(&self.path) {
             return Err(occupied("a file system is mounted there".into()));
         }
@@ -294,6 +298,7 @@ impl UnfinishedDirectory {
         let start = format!(".{}{UNFINISHED}", name_of(&target.path));
         let make = || -> io::Result<Self> {
             let above = OpenDir::open(&target.above)?;
+            // What a pull that was killed has left.
             tidy(&above, &start)?;
             loop {
                 let name = format!("{start}{}", unique());
@@ -327,6 +332,7 @@ impl UnfinishedDirectory {
         // Somebody may have put something there meanwhile.
         match target.is_replaceable()? {
             // The directory is exchanged, and the drop removes the older one.
+            // In one step where the system has it: `out` always leads to a whole checkpoint.
             true => exchange(&self.path, &target.path).and_then(|()| {
                 let older = OpenDir::open_no_link(&self.path)?;
                 let Err(error) = check_written(&older, &target.path) else {
@@ -350,6 +356,7 @@ impl UnfinishedDirectory {
             },
             _ => failed(error),
         })?;
+        // The new name is on the disk before the caller is told.
         let synced = File::open(&target.above).and_then(|above| above.sync_all());
         synced.map_err(failed)
     }
@@ -368,6 +375,7 @@ impl Drop for UnfinishedDirectory {
 fn exchange(new: &Path, old: &Path) -> io::Result<()> {
     match renameat_with(CWD, new, CWD, old, RenameFlags::EXCHANGE) {
         Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
+            // Without that call: for a moment nothing has the name.
             let mut aside = new.as_os_str().to_owned();
             aside.push("-old");
             fs::rename(old, &aside)?;

@@ -91,6 +91,7 @@ impl Store {
         }
         checkpoint.progress = self.progress().cloned();
         let before = newest.as_ref().map(|newest| newest.stored.version);
+        // Read whole before the store is claimed: a checkpoint that cannot be read changes nothing.
         let snapshot = {
             let nobody = Run {
                 epoch: Epoch(0),
@@ -118,6 +119,7 @@ impl Store {
             };
             name.map_or(Ok(()), |name| self.set_name(name, &version))
         };
+        // The newest version has these bytes and files: it gets the name, and nothing is saved.
         if let Some(newest) = &newest
             && comparable
             && newest.stored.digest == digest
@@ -127,6 +129,7 @@ impl Store {
             named(newest.stored.version)?;
             return Ok(pushed(newest.stored.version, None, damage));
         }
+        // A claim would fence a living sender off.
         self.refuse_living_sender()?;
         let save = SaveOptions {
             keep: options.keep,

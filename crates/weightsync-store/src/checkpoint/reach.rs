@@ -50,6 +50,7 @@ impl Reach {
         let Self::Within(dirs) = self else {
             return files::open(path).map_err(failed());
         };
+        // Where the name leads, through all its links.
         let found = fs::canonicalize(path).map_err(failed())?;
         let within = dirs
             .iter()

@@ -115,6 +115,7 @@ impl StoreScheme {
     pub fn new(address: &str) -> Result<Self> {
         let address: Address = address.parse()?;
         let text = address.to_string();
+        // The path is a part of the scheme's text, which has these as signs.
         if text.contains([',', '=']) || text.trim() != text {
             return Err(Error::BadSetting {
                 setting: WORD.into(),
@@ -206,6 +207,7 @@ impl Scheme for StoreScheme {
         can.loan = true;
         can.restarts = true;
         can.death = self.address.storage().notices_death();
+        // A version in the store needs no process.
         can.outlives = true;
         can
     }
@@ -217,6 +219,7 @@ impl Scheme for StoreScheme {
     ) -> Result<Endpoint, Error> {
         if self.settings.temporary {
             let fresh = Endpoint::fresh(models, run_dir)?;
+            // A name of 32 digits, made of an address that no other sender has.
             let hash = blake3::hash(fresh.address().as_bytes()).to_hex();
             let address = self.address.below(&format!("{TEMPORARY}{}", &hash[..32]));
             return Endpoint::new(address.to_string(), *fresh.secret(), fresh.restarts());
@@ -232,6 +235,7 @@ impl Scheme for StoreScheme {
 
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>, Error> {
         if self.settings.temporary {
+            // Stores of senders that died without removing them.
             self.sweep()?;
         }
         sender::open(self, opening)
@@ -262,6 +266,7 @@ pub fn status_of_store(store: &Store) -> Result<SenderStatus> {
     let mut status = SenderStatus::default();
     status.scheme = format!("{WORD}:{}", store.address());
     status.address = store.address();
+    // From the store itself: it has versions also without a sender.
     for stored in store.newest_versions(1)?.versions {
         status.run = stored.run.to_string();
         let models = stored.models.into_iter().map(|model| ModelStatus {
@@ -276,6 +281,7 @@ pub fn status_of_store(store: &Store) -> Result<SenderStatus> {
     let storage = store.shared_storage();
     let peer = storage.peer(SENDER);
     let peer = peer.map_err(StoreError::file("reading", storage.name(SENDER)))?;
+    // No sender was ever there, so there are no workers either.
     let Some(peer) = peer else {
         return Ok(status);
     };
@@ -289,6 +295,7 @@ pub fn status_of_store(store: &Store) -> Result<SenderStatus> {
             let spec = specs.find(|spec| spec.id == model.name);
             model.bytes = spec.map_or(0, |spec| spec.layout.bytes());
         }
+        // Looked at only: a program that asks for the status removes nobody's files.
         let models = about.models.len();
         let place = Arc::new(sender::WorkerDirectories(storage));
         status.workers = Roster::of_another(place, about.run, models).status();
@@ -347,6 +354,7 @@ fn encoded(value: &impl Serialize) -> Vec<u8> {
 fn is_here(storage: &dyn Storage, path: &str) -> bool {
     match storage.peer(path) {
         Ok(peer) => peer.is_some_and(|peer| peer.life() == Life::Here),
+        // What cannot be read may be alive.
         Err(_) => true,
     }
 }
@@ -392,8 +400,10 @@ fn in_use(storage: &dyn Storage, path: &str) -> StoreError {
 fn vacate(storage: &dyn Storage) -> std::io::Result<bool> {
     storage.vacate(&|| {
         let Ok(workers) = storage.list(WORKERS) else {
+            // What cannot be listed may have workers.
             return false;
         };
+        // Everybody counts: a store with a living worker stays.
         let lived_in = |worker: &String| is_here(storage, &format!("{WORKERS}/{worker}/{ALIVE}"));
         ![SENDER, SENDER_LOCK]
             .iter()

@@ -83,6 +83,8 @@ impl StoreReceiver {
                 waits_for_a_restart(at.address(), ended);
                 has_told = true;
             }
+            // A sender of another init info, or of an earlier epoch, is passed over: the right one
+            // may come.
             if let Some((sender, peer)) = peer.and_then(|peer| right(peer, at, joining))
                 && let Some(joined) = Self::announce(&store, sender, peer, joining)?
             {
@@ -112,6 +114,7 @@ impl StoreReceiver {
             run: sender.run,
             wanted: joining.wanted.clone(),
         };
+        // A new directory each time: a worker that comes back is not taken for the one before.
         let own = worker_dir(about.worker)?;
         let path = format!("{own}/{ALIVE}");
         let announced = store.storage().announce(&path, &encoded(&about));
@@ -138,6 +141,7 @@ impl StoreReceiver {
             peer,
         };
         // Dropped, it takes back what it has announced.
+        // After the announcement: the sender has seen this worker, or is seen to be gone here.
         Ok((joined.peer.life() == Life::Here).then_some(joined))
     }
 
@@ -147,6 +151,7 @@ impl StoreReceiver {
         let storage = self.store.storage();
         let bytes = storage.read(HEAD);
         let bytes = bytes.map_err(StoreError::file("reading", storage.name(HEAD)))?;
+        // Nothing is published without a new head.
         let Some(bytes) = bytes.filter(|bytes| *bytes != self.head) else {
             return Ok(None);
         };
@@ -155,6 +160,7 @@ impl StoreReceiver {
             Err(StoreError::Damaged(damage)) => return self.say_once(damage),
             head => head?,
         };
+        // Only after it was read: a head that could not be read is read again.
         self.head = bytes;
         let newest = head.newest().filter(|newest| {
             // A successor of this sender may have the store by now.
@@ -189,6 +195,7 @@ impl StoreReceiver {
         place: VersionKey,
         members: Vec<Member>,
     ) -> Result<Option<SetSnapshot>> {
+        // Also if this worker wants none of it: the next look begins behind it.
         self.seen = place.sequence;
         if !members.iter().any(|member| member.changed) {
             return Ok(None); // it was about models that this worker does not want
@@ -205,6 +212,7 @@ impl StoreReceiver {
     /// A version of every wanted model, checked; `None` if it is not there any more, or a model has
     /// none yet.
     fn read(&mut self, place: VersionKey) -> Result<Option<Found>, StoreError> {
+        // Before the manifest is read: what is there then stays until the lease ends.
         let _lease = Lease::take(&self.store.shared_storage(), place)?;
         let manifest = catalog::manifest(self.store.storage(), place)?;
         let Some(manifest) = manifest else {
@@ -213,6 +221,7 @@ impl StoreReceiver {
         let before = self.before.take();
         let spares = before.iter().flat_map(SetSnapshot::members);
         let spares: Vec<_> = spares.map(|member| member.snapshot.clone()).collect();
+        // It would keep its memory from being written again.
         drop(before);
         self.read_models(&manifest, spares)
     }
@@ -234,6 +243,7 @@ impl StoreReceiver {
                 .held
                 .as_ref()
                 .map(|held| &held.members()[index].snapshot);
+            // A model whose version did not change is not read again.
             let held = held.filter(|held| held.version() == stored.version);
             let snapshot = match held {
                 Some(held) => held.clone(),
@@ -272,6 +282,7 @@ impl StoreReceiver {
             self.travelled.fetch_add(bytes, Ordering::Relaxed);
             self.store.load_model(manifest, stored, spare, base)
         };
+        // Only the changes since then are read.
         let base = base.filter(|base| base.is_below(stored));
         match load(spare, base) {
             // The program may have written into the base, which is its own memory, too.
@@ -300,6 +311,7 @@ impl StoreReceiver {
         };
         let mut pause = Pause::new(self.store.storage().pauses());
         loop {
+            // Asked before the versions: what the sender sent last is not missed.
             let life = self.peer.life();
             if let Some(set) = self.newer()? {
                 if is_it(&set) {
@@ -308,6 +320,7 @@ impl StoreReceiver {
                 }
                 self.unasked = Some(set);
             }
+            // After the versions: everything that was sent comes before the sender's end.
             self.check(life)?;
             if let Some(held) = self.held.clone().filter(is_it) {
                 self.unasked = None;
@@ -384,6 +397,7 @@ impl StoreReceiver {
 
     /// Passes a publication over that cannot be read, and says so.
     fn give_up<T>(&mut self, place: VersionKey, error: Error) -> Result<T> {
+        // It is not tried again: the sender saves the next version whole.
         self.seen = place.sequence;
         let reason = error.to_string();
         self.status.refused = Some((place.sequence, cut(&reason)));

@@ -84,8 +84,11 @@ pub(super) fn open(
             .at_least(opening.options.history),
         ..SaveOptions::default()
     };
+    // From here on the sender before is fenced off.
     let writer = Writer::claim_as(&store, options, run)?;
+    // The store counts the runs: workers join the one that the writer has got.
     about.run = writer.run();
+    // Workers join from here on.
     let presence = announce(&*storage, SENDER, &about)?;
     let place = Arc::new(WorkerDirectories(storage));
     let roster = Arc::new(Roster::new(place, writer.run(), about.models.len()));
@@ -157,12 +160,14 @@ impl Publisher for StorePublisher {
         versions: &[(usize, Snapshot)],
         before: &mut dyn FnMut() -> u64,
     ) -> Result<u64> {
+        // The refusals decide how the version is saved, so they are asked for first.
         let refused = before();
         if refused > self.refused {
             // Its files may be damaged, so no version is folded onto them.
             self.refused = refused;
             self.writer.save_whole_next();
         }
+        // All models of the publication become one version of the store.
         let snapshots = versions.iter().map(|(_, snapshot)| snapshot.clone());
         let snapshots: Vec<_> = snapshots.collect();
         Ok(self.writer.save(&snapshots)?.sequence)

@@ -68,6 +68,7 @@ impl Directory {
         }
         let mut dir = OpenDir::open(&self.root)?;
         let (above, name) = path.rsplit_once('/').unwrap_or(("", path));
+        // By descriptor, step by step: nothing below the root is reached through a link.
         for part in above.split('/').filter(|part| !part.is_empty()) {
             let opened = match dir.dir(part) {
                 Err(error) if make && error.kind() == ErrorKind::NotFound => {
@@ -114,6 +115,7 @@ impl Directory {
     ) -> io::Result<Option<LockedFile>> {
         let until = Instant::now() + PATIENCE;
         loop {
+            // Opened again each time: the file may be another one by now.
             let opened = match root() {
                 Ok(Some(dir)) => dir.file_or_new(LOCK),
                 Ok(None) => return Ok(None),
@@ -128,6 +130,7 @@ impl Directory {
                     Ok(()) | Err(TryLockError::WouldBlock) => {}
                     Err(TryLockError::Error(error)) => return Err(no_locks(error)),
                 },
+                // The store was removed in between, and is made again.
                 Err(error) if error.kind() == ErrorKind::NotFound => {}
                 Err(error) => return Err(named(error, &self.path(LOCK))),
             }
@@ -152,6 +155,7 @@ impl Directory {
 
     /// Whether a temporary store of this user is here.
     fn temporary(&self) -> io::Result<Temporary> {
+        // The name alone proves nothing. Without it nothing else is looked at.
         if !is_temporary(name_of(&self.root)) {
             return Ok(Temporary::Foreign(NO_NAME.into()));
         }
@@ -190,6 +194,7 @@ impl Directory {
             }
         };
         let name = name_of(&self.root);
+        // By descriptor and inode: the path may lead elsewhere by the time something is removed.
         let (above, own) = (root.above()?, root.inode()?);
         let is_there = || found(above.inode_of(name)).map(|there| there == Some(own));
         // What was being removed when its process was killed has no lock any more.
@@ -219,6 +224,7 @@ impl Directory {
             }
             return Ok(false);
         }
+        // Only now is anything removed.
         root.remove_all()?;
         above.remove_dir(&going).map(|()| true)
     }
@@ -240,6 +246,7 @@ impl Storage for Directory {
             return Ok(None);
         };
         let mut bytes = Vec::new();
+        // One byte more than allowed tells a file that is too long.
         file.take(MAX_SMALL + 1).read_to_end(&mut bytes)?;
         match bytes.len() as u64 > MAX_SMALL {
             true => Err(too_large()),
@@ -253,6 +260,7 @@ impl Storage for Directory {
         file.file.write_all(new)?;
         file.file.sync_all()?;
         let _lock = self.lock()?;
+        // Under the lock: of two processes that expect the same bytes, one finds them.
         if self.read(path)?.as_deref() != old {
             return Ok(false);
         }
@@ -300,12 +308,14 @@ impl Storage for Directory {
     }
 
     fn announce(&self, path: &str, about: &[u8]) -> io::Result<Box<dyn Presence>> {
+        // Under the lock: of two processes that find nobody there, one announces itself.
         let _lock = self.lock()?;
         if let Some(peer) = self.peer(path)?
             && peer.life() == Life::Here
         {
             return Err(ErrorKind::AlreadyExists.into());
         }
+        // Locked before it gets its name, so that nobody sees it without its lock.
         let mut unfinished = self.unfinished(path)?;
         unfinished.file.write_all(about)?;
         // The clone keeps the lock of the unfinished file.
@@ -320,6 +330,7 @@ impl Storage for Directory {
         };
         let mut about = Vec::new();
         (&file).take(MAX_SMALL).read_to_end(&mut about)?;
+        // It left in order. Its announcement is what comes before this byte.
         if about.last() == Some(&LEFT) {
             about.pop();
         }
@@ -358,6 +369,7 @@ impl Storage for Directory {
             file.sync_all()?;
         }
         let path = self.path(path);
+        // Directories above the store may have been made for it. On another device they were there.
         let device = |dir: &Path| fs::metadata(dir).ok().map(|dir| dir.dev());
         let own = device(&self.root);
         for dir in path.ancestors().skip(1) {
@@ -471,6 +483,7 @@ impl Upload for Uploading {
     }
 
     fn finish(mut self: Box<Self>) -> io::Result<()> {
+        // A failed sync must not make a whole file, and the system tells its error once.
         if let Some(flusher) = self.flusher.take() {
             flusher.end()?;
         }
@@ -523,6 +536,7 @@ impl LockedFile {
 
 impl Drop for LockedFile {
     fn drop(&mut self) {
+        // A forked child would release the parent's lock.
         if self.owner.is_here() {
             let _ = self.file.unlock();
         }
@@ -556,10 +570,12 @@ impl Peer for DirectoryPeer {
 
     fn life(&self) -> Life {
         match self.file.try_lock_shared() {
+            // What cannot be asked counts as alive: its place is not taken.
             Err(_) => return Life::Here,
             // Held for an instant; a second process that looks may see it.
             Ok(()) => drop(self.file.unlock()),
         }
+        // The byte that says so comes after what was read.
         match self.file.metadata() {
             Ok(file) if file.len() > self.about.len() as u64 => Life::Left,
             _ => Life::Dead,
@@ -575,6 +591,7 @@ fn remove(above: &OpenDir, name: &str) -> io::Result<()> {
         dir => dir?,
     };
     let until = Instant::now() + PATIENCE;
+    // A writer that was replaced may put another file there between the two steps.
     loop {
         match dir.remove_all().and_then(|()| above.remove_dir(name)) {
             Err(error)
@@ -647,6 +664,7 @@ fn make_dirs(dir: &Path) -> io::Result<()> {
     }
     match DirBuilder::new().mode(0o700).create(dir) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error),
+        // Its name is durable, too.
         _ => above.map_or(Ok(()), sync_dir),
     }
 }

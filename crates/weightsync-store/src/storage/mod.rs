@@ -130,6 +130,7 @@ fn no_file_of_a_store(stranger: impl fmt::Display) -> String {
 /// Whether a store has a directory, or a file, of this path. A temporary store has no other files in its
 /// versions than weights.
 pub(crate) fn is_of_a_store(path: &str, is_dir: bool) -> bool {
+    // Each worker has a directory with two files.
     if let Some(below) = path.strip_prefix(WORKERS) {
         let names: Vec<&str> = below.split('/').skip(1).collect();
         return match (is_dir, &names[..]) {

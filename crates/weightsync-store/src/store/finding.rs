@@ -17,6 +17,7 @@ impl Store {
         // The store has the model, or says what it has.
         self.newest(catalog, asked, told)?;
         let mut found = None;
+        // A model's versions grow from place to place, so looking by halves reads few manifests.
         let (mut low, mut high) = (0, places.len());
         while low < high {
             let middle = low + (high - low) / 2;

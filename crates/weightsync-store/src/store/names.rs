@@ -68,6 +68,7 @@ impl Store {
     ) -> Result<()> {
         loop {
             let catalog = Catalog::read(self.storage())?;
+            // Without a head, names are read from manifests and cannot be changed.
             let Some((old, mut head)) = catalog.head.clone() else {
                 return match catalog.damage.into_iter().next() {
                     Some(Damage { file, what }) => {
@@ -82,6 +83,7 @@ impl Store {
             };
             change(&catalog, &mut head.names)?;
             let name = || self.storage.name(HEAD);
+            // Only onto the head that was read: a version published meanwhile must not be lost.
             let swapped = self.storage.swap(HEAD, Some(&old), &seal(&head));
             if swapped.map_err(StoreError::file("writing", name()))? {
                 return Ok(());

@@ -34,6 +34,7 @@ impl Store {
                 seen = Some(head);
                 let catalog = Catalog::read(self.storage())?;
                 let newer = catalog.places.iter().rev();
+                // From the newest on: what is behind it no longer matters to the caller.
                 for &place in newer.take_while(|place| Some(place.sequence) > than) {
                     match catalog::manifest(self.storage(), place) {
                         Ok(Some(manifest)) => {
@@ -111,6 +112,7 @@ impl Store {
     pub fn load_unless_within(&self, held: &ModelVersion, lag: u64) -> Result<Option<LoadedModel>> {
         let newest = catalog::head(self.storage());
         let newest = newest.ok().flatten().and_then(|head| head.newest());
+        // The usual case: nothing newer, and one manifest is read.
         if let Some(newest) = newest
             && self.is_at(newest, held)? == Some(true)
         {

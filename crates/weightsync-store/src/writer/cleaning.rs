@@ -14,6 +14,7 @@ impl Writer {
         self.removed.insert(place, vec![place]);
         let storage = self.store.storage();
         let mut gone = true;
+        // The manifest first: without it the data are no version.
         for path in [place.manifest(), place.data()] {
             if let Err(error) = storage.remove(&path) {
                 // The next save tries again.
@@ -28,11 +29,13 @@ impl Writer {
     pub(super) fn take_stock(&mut self, catalog: &Catalog) -> Result<()> {
         let storage = self.store.shared_storage();
         let failed = |action, path: &str| StoreError::file(action, storage.name(path));
+        // Also data without a manifest: a writer died while it wrote them.
         let data = storage.list(DATA).map_err(failed("listing", DATA))?;
         let data: Vec<VersionKey> = data.iter().filter_map(|name| name.parse().ok()).collect();
         let all = catalog.listed.iter().chain(&data);
         let runs = self.head.runs.iter().map(|run| run.last);
         let highest = all.map(|place| place.sequence).chain(runs).max();
+        // Above all numbers that were ever used, in this run or an earlier one.
         self.next = highest.unwrap_or(0).saturating_add(1);
         // The data were listed after the claim. Those of a later run belong to a writer that has taken
         // over meanwhile, and this one does not know its versions.

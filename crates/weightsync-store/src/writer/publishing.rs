@@ -19,6 +19,8 @@ impl Writer {
             _ => lease::leased(self.store.storage())?,
         };
         let place = version.place;
+        // Noted before the request: if its answer gets lost, the version may be published all the
+        // same.
         self.unsettled = Some(version);
         self.change_head(&|writer, head| {
             if let Some(run) = head.runs.last_mut() {
@@ -78,6 +80,7 @@ impl Writer {
     fn change_head(&mut self, change: &dyn Fn(&Self, &mut Head)) -> Result<()> {
         let storage = self.store.shared_storage();
         loop {
+            // On a copy: a refused request leaves what this writer knows.
             let mut head = self.head.clone();
             change(self, &mut head);
             let unsettled = self.unsettled.iter().map(|version| &version.place);
@@ -91,6 +94,7 @@ impl Writer {
                 self.adopt();
                 return Ok(());
             }
+            // The request failed, or another process has replaced the head. The head itself tells.
             let before = self.raw_head.clone();
             let waited = self.unsettled.is_some();
             let looked = self.look_at_head();
@@ -101,6 +105,7 @@ impl Writer {
                     return Err(error);
                 }
                 (Err(error), Err(_)) => return Err(error),
+                // The head is as it was: the error is the answer.
                 (Err(error), Ok(())) if self.raw_head == before => return Err(error),
                 // Somebody else changed it meanwhile.
                 (_, Ok(())) => {}
@@ -115,6 +120,7 @@ impl Writer {
         }
         let storage = self.store.storage();
         let raw = catalog::read(storage, HEAD)?;
+        // Nobody has changed it since this writer looked.
         if raw == self.raw_head {
             return Ok(());
         }
@@ -158,6 +164,7 @@ impl Writer {
     fn step_aside(&mut self, theirs: &Head) -> StoreError {
         self.successor = Some(theirs.run);
         if let Some(Unsettled { place, .. }) = self.unsettled {
+            // The successor's head counts the version as published.
             if theirs.has(place) {
                 self.unsettled = None;
             }
@@ -199,6 +206,7 @@ impl Writer {
         let places = manifests
             .iter()
             .filter_map(|name| VersionKey::of_manifest(name));
+        // Data without a manifest count, too: a successor may be writing its first version.
         let places = places.chain(data.iter().filter_map(|name| name.parse().ok()));
         let own = self.head.run.epoch;
         let Some(latest) = places.max().filter(|place| place.epoch > own) else {

@@ -40,6 +40,8 @@ impl Writer {
             deltas: Vec::new(),
         };
         let newest = self.newest.get(model);
+        // As changes, if the version before is in memory, has the layout and the files of this one,
+        // and the changes stay small. Otherwise the version becomes an anchor.
         if let Some(newest) = newest
             && let Some(base) = &newest.base
             && newest.stored.spec == stored.spec
@@ -93,9 +95,11 @@ impl Writer {
         });
         let mut failed = None;
         let mut seen = None;
+        // The newest version that has its files whole is taken, from new to old.
         for stored in std::iter::once(Ok(Some(before.clone()))).chain(older) {
             let read = stored.and_then(|stored| {
                 let is_new = |one: &Stored| seen.is_none_or(|seen| one.anchor.at < seen);
+                // Versions share anchors, and each anchor is read once.
                 let Some(stored) = stored.filter(is_new) else {
                     return Ok(None);
                 };
@@ -151,6 +155,7 @@ impl Writer {
             if storage.swap(&path, there.as_deref(), &bytes)? {
                 return Ok(());
             }
+            // Another process was faster. Of one name there is one content.
             match storage.read(&path)?.as_deref() == Some(&bytes) {
                 true => storage.settle(&path),
                 false => Err(io::Error::other(

@@ -62,6 +62,7 @@ impl WeightLoader for StateDict<'_> {
         let mut extras = Vec::new();
         for view in tensors {
             let entry = &self.entries[self.find(view.name())?].1;
+            // Extra state may have another length here: each model has its own room.
             if matches!(entry.held, HeldTensor::Extra { .. }) {
                 let state = ExtraState::from_bytes(view.bytes());
                 extras.push(state.map_err(|error| Error::load(view.name(), error))?);
@@ -81,6 +82,7 @@ impl WeightLoader for StateDict<'_> {
             let held = &mut self.entries[index].1.held;
             match held {
                 HeldTensor::Own(tensor) => tensor.bytes_mut().copy_from_slice(view.bytes()),
+                // Lent memory is not written: the state dict has a copy from here on.
                 HeldTensor::Lent(_) => {
                     let (shape, len) = (view.shape().to_vec(), view.bytes().len());
                     let mut tensor = OwnedTensor::zeros(view.dtype(), shape, len);

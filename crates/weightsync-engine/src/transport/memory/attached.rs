@@ -59,6 +59,7 @@ impl Attached {
         let mut models: Vec<_> = reader.models().iter().collect();
         models.sort_by_key(|(index, _)| joining.wanted.iter().position(|wanted| wanted == index));
         let indices = models.iter().map(|(index, _)| *index).collect();
+        // The sender's own numbers index the names of the init info.
         let specs = models.into_iter().map(|(index, model)| {
             let id = joining.models.get(*index).ok_or_else(|| {
                 Error::BadInitInfo(format!(
@@ -76,6 +77,7 @@ impl Attached {
         let specs = match specs {
             Ok(specs) => specs,
             Err(error) => {
+                // The sender need not wait for a worker that can use none of its versions.
                 reader.refuse(None, &error.to_string())?;
                 return Err(error);
             }
@@ -137,6 +139,7 @@ impl Attached {
     }
 
     fn lent(&mut self, taken: Taken) -> SetSnapshot {
+        // A model that this worker did not want is left out.
         let members = taken.members.into_iter().filter_map(|member| {
             let place = self
                 .indices
@@ -148,6 +151,7 @@ impl Attached {
                 member.snapshot,
             );
             let snapshot = match &mut self.copies {
+                // The slot comes free as soon as the copy is made.
                 Some(copies) => copies[place].of(&snapshot),
                 None => snapshot,
             };
@@ -155,6 +159,7 @@ impl Attached {
             Some((place, Member { snapshot, changed }))
         });
         let mut members: Vec<_> = members.collect();
+        // In the order in which the worker named them.
         members.sort_by_key(|(place, _)| *place);
         let members = members.into_iter().map(|(_, member)| member);
         SetSnapshot::new(taken.sequence, members.collect())
@@ -176,6 +181,7 @@ impl ReceiverTransport for Attached {
             .next(deadline)
             .map_err(|error| self.named(error))?;
         let set = taken.map(|taken| self.lent(taken));
+        // Kept for `latest`: a queue gives nothing twice.
         if let (Delivery::Every { .. }, Some(set)) = (self.reader.delivery(), &set) {
             self.last = Some(set.clone().had_before());
         }
@@ -202,8 +208,10 @@ impl ReceiverTransport for Attached {
             VersionRequest::AtLeast(version) => Want::AtLeast { model, version },
             VersionRequest::Exactly(version) => Want::Exactly { model, version },
         };
+        // One question at a time: a new one takes the place of the one before.
         self.reader.ask(want)?;
         let answer = self.reader.answer(deadline);
+        // The sender may keep a slot for the answer, which this worker no longer takes.
         if let Ok(None) | Err(weightsync_mem::Error::Interrupted) = answer {
             self.reader.withdraw()?;
         }
@@ -226,6 +234,7 @@ impl ReceiverTransport for Attached {
         let versions: Vec<_> = versions.collect();
         self.reader
             .applied_versions(set.sequence(), versions.iter().copied())?;
+        // The set of a pull may have a lower number. The number only grows.
         let before = self.applied.as_ref().map_or(0, |(sequence, _)| *sequence);
         self.applied = Some((set.sequence().max(before), versions));
         Ok(())

@@ -55,6 +55,7 @@ impl Segment {
             .iter()
             .map(|model| (model.id.clone(), Arc::new(model.attributes.clone())));
         let history = opening.history.clone();
+        // Answered on the segment's own thread, while the trainer computes.
         writer.answer_status(Box::new(move |workers| {
             let status = history.status(|status| status.workers = workers);
             serde_json::to_vec(&status).unwrap_or_default()
@@ -105,6 +106,7 @@ impl Segment {
 
 impl SenderTransport for Segment {
     fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>> {
+        // Taken first: the staging borrows the writer, and any thread may wait for the publication.
         let waiter = self.writer.waiter();
         let (writer, named) = (&mut self.writer, &self.models);
         let slots = writer.stage(models, deadline);
@@ -200,6 +202,7 @@ impl Staging for SegmentStaging<'_> {
         sources: &[Source<'_>],
         mut options: CopyOptions,
     ) -> Result<()> {
+        // A transport that passes versions on needs checksums whatever this send asks for.
         options.checksums |= self.checksums;
         Ok(self.slots.write(model, sources, options)?)
     }
@@ -222,6 +225,7 @@ impl Staging for SegmentStaging<'_> {
         } = *self;
         let publication = slots.publish(targets);
         let publication = publication.map_err(|error| by_name(models, error))?;
+        // After the publication: no send waits for a digest.
         if let Some(thread) = digest {
             order_digests(&waiter, &publication, thread);
         }

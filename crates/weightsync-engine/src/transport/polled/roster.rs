@@ -125,6 +125,7 @@ impl Roster {
     /// missing.
     pub(super) fn look(&self) -> Vec<Arc<PolledWorker>> {
         let mut known = self.known();
+        // New entries first: a worker that came and went between two looks is still counted.
         for name in self.place.entries() {
             if !known.there.contains_key(&name) {
                 self.meet(&mut known, name);
@@ -133,6 +134,7 @@ impl Roster {
         let KnownWorkers {
             there, rejected, ..
         } = &mut *known;
+        // Those that went are taken out first, and noted below: both change the table.
         let mut went = Vec::new();
         there.retain(|_, worker| {
             let (life, words) = worker.look();
@@ -148,6 +150,7 @@ impl Roster {
             life == Life::Here
         });
         for (worker, life, words) in went {
+            // What it said stays in memory, for sends that still wait for it.
             self.remove(&worker.name);
             self.note_gone(&mut known, &worker, life, words);
         }
@@ -173,10 +176,13 @@ impl Roster {
             return;
         }
         known.joined += 1;
+        // A worker of this number is back.
         known.missing.remove(&about.worker);
         let worker = PolledWorker {
             entry,
             name: name.clone(),
+            // Joined workers are counted, so that a wait can tell those that came since the last
+            // one.
             joined: known.joined,
             words: Mutex::default(),
             late: Mutex::default(),
@@ -193,15 +199,18 @@ impl Roster {
     ) {
         let number = worker.about().worker;
         let had_something = words.versions.iter().any(|version| !version.is_none());
+        // What the worker said of itself tells more than how its process ended.
         let how = match (words.rejected, life) {
             (Some(reason), _) => Outcome::Failed { reason },
             (None, Life::Left) => Outcome::Left,
             (None, _) => self.place.lost(),
         };
+        // A process of this number that is there stands for the one that went.
         let mut others = known.there.values().map(|other| other.about().worker);
         if how != Outcome::Left && had_something && !others.any(|other| other == number) {
             known.missing.insert(number, worker.clone());
         }
+        // Its status covers the models that it wanted.
         let last = worker.about().wanted.iter().max();
         let gone = GoneWorker {
             status: worker.status(last.map_or(0, |last| last + 1)),
@@ -232,6 +241,7 @@ impl PolledWorker {
         // Before its words: its last ones are then not missed.
         let life = self.entry.life();
         let mut last = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        // Words that cannot be read just now leave those of the last look.
         if let Some(words) = self.entry.words() {
             *last = words;
         }

@@ -56,6 +56,7 @@ pub(super) fn found<T>(result: Result<T, Error>) -> Result<Option<T>, Error> {
         Err(error @ Error::NotFound { .. }) => {
             // As S3, Google and Azure name it.
             let text = error.to_string();
+            // A missing bucket is an error, and no empty store.
             let names = ["NoSuchBucket", "bucket does not exist", "ContainerNotFound"];
             match names.iter().any(|name| text.contains(name)) {
                 true => Err(error),
@@ -79,6 +80,7 @@ fn plain(text: &str) -> String {
         }
         _ => text.to_owned(),
     };
+    // In one line: services answer with pages of XML.
     line = line.split_whitespace().collect::<Vec<_>>().join(" ");
     line.truncate(line.floor_char_boundary(MOST));
     if let Some(hint) = hint(&line) {

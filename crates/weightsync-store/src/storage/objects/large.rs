@@ -62,6 +62,7 @@ impl Large {
             })?;
             self.parts = Some(begun);
         }
+        // Bounded, so that a slow store does not fill the memory with parts.
         while self.in_flight.len() >= IN_FLIGHT {
             self.wait_for_part()?;
         }
@@ -102,6 +103,7 @@ impl Upload for Large {
 
     fn finish(mut self: Box<Self>) -> io::Result<()> {
         let key = self.key.clone();
+        // A small file is one request.
         if self.parts.is_none() {
             let bytes = Bytes::from(std::mem::take(&mut self.pending));
             let put = move |store: std::sync::Arc<dyn ObjectStore>| async move {
@@ -109,6 +111,7 @@ impl Upload for Large {
             };
             return self.client.ask(put);
         }
+        // The rest, which may be shorter: only the last part may be.
         self.send_part()?;
         while !self.in_flight.is_empty() {
             self.wait_for_part()?;
@@ -141,6 +144,7 @@ impl Upload for Large {
 
 impl Drop for Large {
     fn drop(&mut self) {
+        // Requests on their way are ended. The parts that have arrived are removed.
         self.in_flight.clear();
         if let Some(mut parts) = self.parts.take() {
             let aborting = async move { parts.abort().await };
@@ -203,6 +207,7 @@ impl Opened {
     fn read(&self, offset: u64, len: u64, take: &mut dyn FnMut(&[u8])) -> io::Result<()> {
         let (key, store) = (self.key.clone(), self.client.store.clone());
         let mut options = GetOptions::new().with_range(Some(offset..offset + len));
+        // Of the object that was opened, and no other that has taken its name.
         options.if_match = self.meta.e_tag.clone();
         let (sender, pieces) = channel();
         let request = async move {
@@ -235,6 +240,7 @@ impl Opened {
     }
 
     fn read_small(&self, offset: u64, place: &mut [u8]) -> io::Result<()> {
+        // Held for the request: threads that need one window ask for it once.
         let mut windows = self.windows.lock().unwrap_or_else(PoisonError::into_inner);
         let end = offset + place.len() as u64;
         let has =
@@ -243,6 +249,7 @@ impl Opened {
             let len = WINDOW.max(place.len() as u64).min(self.meta.size - offset);
             let mut bytes = Vec::with_capacity(usize::try_from(len).unwrap_or(0));
             self.read(offset, len, &mut |piece| bytes.extend_from_slice(piece))?;
+            // The last two windows are kept.
             windows.truncate(1);
             windows.push_front((offset, bytes.into()));
         }
@@ -269,6 +276,7 @@ impl Blob for Opened {
         if len == 0 {
             return Ok(());
         }
+        // Small reads, as of headers, share a request.
         if len < WINDOW {
             return self.read_small(offset, place);
         }

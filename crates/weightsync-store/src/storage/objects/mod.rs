@@ -102,6 +102,8 @@ impl Objects {
                 self.clients.get_or_init(|| first)
             }
         };
+        // A forked child has no thread that makes requests. It gets a client of its own, behind
+        // those of its parents.
         while !link.owner.is_here() {
             link = match link.next.get() {
                 Some(next) => next,
@@ -119,6 +121,7 @@ impl Objects {
     fn key(&self, path: &str) -> io::Result<Path> {
         let key = self.place.key(path);
         let parsed = Path::parse(&key).ok();
+        // A path that the client would spell in another way would be another object.
         let parsed = parsed.filter(|parsed| parsed.as_ref() == key);
         parsed.ok_or_else(|| {
             io::Error::new(
@@ -135,6 +138,7 @@ impl Objects {
     /// Removes an object and what is below it, but for one.
     fn remove_but(&self, path: &str, kept: Option<Path>) -> io::Result<()> {
         let key = self.key(path)?;
+        // What was seen of the old objects says nothing about new ones of their names.
         self.seen.forget(&self.name(path));
         self.client()?.ask(move |store| async move {
             let below = store.list(Some(&key)).map(|found| Ok(found?.location));
@@ -204,6 +208,7 @@ async fn fetch(store: &dyn ObjectStore, key: &Path) -> Result<Option<Read>, Erro
     let Some(got) = found(store.get_opts(key, GetOptions::default()).await)? else {
         return Ok(None);
     };
+    // Before its bytes are taken.
     if got.meta.size > MAX_SMALL {
         return Err(Error::Generic {
             store: "object store",
@@ -231,6 +236,7 @@ async fn put_if(
     mode: PutMode,
     new: Bytes,
 ) -> Result<Put, Error> {
+    // A condition makes it one step: of several writers one succeeds.
     let put = store.put_opts(key, new.clone().into(), PutOptions::from(mode));
     let failed = match put.await {
         Ok(result) => return Ok(Put::Done(result.into())),
@@ -297,6 +303,7 @@ impl Storage for Objects {
     fn swap(&self, path: &str, old: Option<&[u8]>, new: &[u8]) -> io::Result<bool> {
         let key = self.key(path)?;
         let (old, new) = (old.map(Bytes::copy_from_slice), Bytes::copy_from_slice(new));
+        // Asked once: a service without conditions would let two writers overwrite each other.
         if !self.has_conditions.load(Ordering::Relaxed) {
             // A lease of nothing: others leave it alone for a while, and remove it if it stays.
             let key = self.key(&format!("{LEASES}/{}{}", lease::NOTHING, unique()))?;
@@ -314,6 +321,8 @@ impl Storage for Objects {
             for _ in 0..TRIES {
                 let mode = match &old {
                     None => PutMode::Create,
+                    // Read again for its tag: the condition of the request is that the object is
+                    // still this one.
                     Some(old) => match fetch(&*store, &key).await? {
                         Some((there, version)) if there == *old => PutMode::Update(version),
                         _ => return Ok(Some(false)),
@@ -442,12 +451,16 @@ impl Storage for Objects {
         if !empty() {
             return Ok(false);
         }
+        // The mark keeps others from coming in while everything is removed.
         let mark = match presence::announce(self, VACATING, b"vacating") {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => return Ok(false),
             mark => mark?,
         };
+        // Asked again: a process that came before the mark is seen now, and one that comes later
+        // waits for the mark to go.
         let is_empty = empty();
         if is_empty {
+            // The mark itself goes last, so that nobody comes in between.
             self.remove_but("", Some(self.key(VACATING)?))?;
         }
         drop(mark);

@@ -62,6 +62,7 @@ impl BucketPrefix {
         let service = services.find(|service| service.scheme() == scheme)?;
         let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
         let prefix = prefix.strip_suffix('/').unwrap_or(prefix);
+        // No name may hold what a URL gives a meaning to.
         let letters = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
         let is_bucket = match service {
             // The name is all there is, so it is the prefix.

@@ -129,13 +129,16 @@ impl PeerTable {
     fn note(&self, name: &str, beat: &Beat) -> SeenPeer {
         let now = Instant::now();
         let mut all = self.lock();
+        // Names come and go, and the table stays small.
         all.retain(|_, seen| now.duration_since(seen.looked) < FORGET);
         let before = all.get(name).filter(|seen| seen.id == beat.id);
         let same = before.filter(|seen| seen.count == beat.count);
         let seen = SeenPeer {
             id: beat.id.clone(),
             count: beat.count,
+            // The silence began when this number was first seen, by the clock of this process.
             since: same.map_or(now, |seen| seen.since),
+            // Only a number that was seen to grow proves life. The first look proves nothing.
             changed: match same {
                 Some(same) => same.changed,
                 None => before.is_some(),
@@ -243,6 +246,7 @@ impl Peer for ObjectPeer {
 
     fn life(&self) -> Life {
         let before = *self.last();
+        // A process that left does not come back.
         if before == Life::Left {
             return before;
         }
@@ -257,6 +261,7 @@ impl Peer for ObjectPeer {
             Ok(None) => Life::Left,
             Ok(Some((bytes, _))) => match Beat::decode(&bytes) {
                 Some((beat, _)) if beat.id == self.beat.id => self.judge(&beat),
+                // Another process has the place now. It has noted how the one before went.
                 Some((Beat { before, .. }, _)) => match before {
                     Some((id, left)) if id == self.beat.id && !left => Life::Dead,
                     _ => Life::Left,
@@ -295,9 +300,13 @@ impl Drop for ObjectPresence {
             std::mem::forget((client, stop, std::mem::take(&mut self.heart)));
             return;
         }
+        // Dropped, it ends the wait between two beats, and the last beat says that this process
+        // left.
         drop(stop);
         let heart = self.heart.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Some(heart) = heart.take() {
+            // For a bounded time: a store that cannot be reached must not hold up the end of this
+            // process.
             let _ = heart.wait_at_most(FAREWELL);
         }
     }
@@ -322,6 +331,7 @@ pub(super) fn announce(objects: &Objects, path: &str, about: &[u8]) -> io::Resul
     loop {
         let (mode, replaced) = match &before {
             None => (PutMode::Create, None),
+            // The new beat says how the one before went, for those who knew only that one.
             Some(other) => {
                 let left = *other.last() == Life::Left;
                 (
@@ -338,6 +348,7 @@ pub(super) fn announce(objects: &Objects, path: &str, about: &[u8]) -> io::Resul
             Put::Done(version) => {
                 return Ok(start(&client, key, beat, version, about, objects.beats));
             }
+            // A process is or was there. If it lives, this announcement is refused.
             Put::Refused(_) => before = wait_for_death(objects, path)?,
         }
     }
@@ -349,9 +360,11 @@ fn wait_for_death(objects: &Objects, path: &str) -> io::Result<Option<ObjectPeer
         let Some(other) = objects.peer_at(path)? else {
             return Ok(None);
         };
+        // Its place can be taken.
         if *other.last() != Life::Here {
             return Ok(Some(other));
         }
+        // Neither seen to live nor silent for long enough: look again.
         if other.is_alive(&other.beat) {
             return Err(ErrorKind::AlreadyExists.into());
         }
@@ -401,6 +414,7 @@ struct Heart {
 impl Heart {
     async fn run(mut self, every: Duration, mut stopped: oneshot::Receiver<()>) {
         loop {
+            // A beat is due, or the presence was dropped.
             let leaves = tokio::time::timeout(every, &mut stopped).await.is_ok();
             self.beat.count += 1;
             self.beat.left = leaves;
@@ -443,6 +457,7 @@ impl Heart {
                 },
             };
         }
+        // Refused each time. The next beat tries again.
         Ok(true)
     }
 }

@@ -35,6 +35,7 @@ impl Runtime {
         static SHARED: Mutex<Weak<Runtime>> = Mutex::new(Weak::new());
         let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(runtime) = shared.upgrade() {
+            // A forked child has the value and not the thread.
             match runtime.owner.is_here() {
                 true => return Ok(runtime),
                 // The parent's, which this process has a copy of.
@@ -99,6 +100,7 @@ impl Drop for Runtime {
     fn drop(&mut self) {
         let (stop, thread) = (self.stop.take(), self.thread.take());
         if !self.owner.is_here() {
+            // Neither is this process's to end.
             std::mem::forget((stop, thread));
             return;
         }
@@ -131,6 +133,7 @@ impl<T> Pending<T> {
 
 impl<T> Drop for Pending<T> {
     fn drop(&mut self) {
+        // A request that nobody waits for is given up.
         self.task.abort();
     }
 }
@@ -138,6 +141,7 @@ impl<T> Drop for Pending<T> {
 /// What comes next; `None` at the end.
 pub(super) fn next<T>(answers: &Receiver<T>) -> io::Result<Option<T>> {
     loop {
+        // In slices where the caller has a check for interruptions.
         let slice = interrupt::at_most(None).map_err(interrupted)?;
         let got = match slice {
             None => answers.recv().map_err(|_| RecvTimeoutError::Disconnected),
