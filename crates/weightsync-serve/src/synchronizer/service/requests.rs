@@ -324,7 +324,8 @@ impl Service {
 
     /// A version of a trainer can be had.
     pub(super) fn published(&mut self, party: Party, version: Version, step: u64) {
-        // A version is published once. The trainer, the bridge or an explorer that has it says so first.
+        // A version is published once. The trainer, the bridge or an explorer that has it says so
+        // first.
         if version > self.core.newest().0 {
             self.remember(version, step);
             self.tell(SyncEvent::TrainerPublished(party, version, step));
