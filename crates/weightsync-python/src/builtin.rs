@@ -275,6 +275,7 @@ impl BuiltinEnvs {
     /// The actions in an array of them.
     fn actions(&self, given: &[u8], which: &[bool]) -> Result<Actions, Error> {
         let width = action_width(&self.task);
+        // Native order: the array is numpy's or torch's own.
         if self.task.is_continuous() {
             let values = given.as_chunks::<4>().0.iter();
             return Ok(Actions::Continuous {
@@ -311,6 +312,7 @@ impl BuiltinEnvs {
         for (column, width) in part.columns.iter().zip(widths) {
             for env in 0..self.envs {
                 rows.push(match column {
+                    // In bytes: `stride` leads to the next environment, and `width` to the next step.
                     Some((first, stride)) => ByteSpan {
                         address: first.plus(env * stride + at * width),
                         before: 0,

@@ -251,7 +251,7 @@ impl View {
             ));
         }
         let held = &slf.get().held;
-        // The address stays the same for the life of the view, so Python may keep it.
+        // The address does not change for the life of the view, so Python may keep it.
         let (start, len) = (held.as_ptr().cast::<c_void>(), held.len() as isize);
         // Python holds the view, and the view holds the version's pin. The slot is free again when
         // the last tensor over it has gone.

@@ -170,7 +170,7 @@ impl TensorSource {
         let states = extra
             .iter()
             .map(|(name, state)| (name.clone(), Dtype::U8, vec![state.capacity() as u64]));
-        // Extra state has a fixed room, so the layout stays the same while the state changes.
+        // Extra state has a fixed room, so the layout does not change with the state.
         let layout = weightsync_engine::Layout::new(specs.chain(states)).map_err(wrong_weights)?;
         let placed = Placed {
             now: RwLock::new(Now {

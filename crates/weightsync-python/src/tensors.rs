@@ -197,7 +197,7 @@ impl DictTensors {
             strides: Vec::new(),
         };
         let all = self.each(py, |index, seen| {
-            // Collected in the same walk that checks: with ten thousand tensors a second walk would
+            // Collected in the walk that checks: with ten thousand tensors a second walk would
             // show.
             memory.addresses.push(seen.address);
             if !is_row_major(&seen) {

@@ -264,7 +264,7 @@ fn pieces(
     span: ByteRange,
 ) -> impl Iterator<Item = (usize, std::ops::Range<usize>, u64)> + '_ {
     let tensors = image.tensors();
-    // Tensors are in the order of their places. Those before the span are skipped by halves.
+    // Tensors are in the order of their places, so a binary search skips those before the span.
     let first = tensors.partition_point(|tensor| tensor.range.end() <= span.offset);
     let within = tensors.iter().enumerate().skip(first);
     within

@@ -75,7 +75,7 @@ pub fn run(args: &DiffArgs) -> Result<u8, Box<dyn Error>> {
         fs::write(path, svg).map_err(|error| format!("writing {}: {error}", path.display()))?;
         eprintln!("wrote {}", path.display());
     }
-    // As diff(1) has it: 0 for the same, 1 for different.
+    // As diff(1) has it: 0 for equal files, 1 for files that differ.
     Ok(match compared.same() {
         true => SUCCESS,
         false => FAILURE,

@@ -47,7 +47,7 @@ pub fn spreads(title: &str, spreads: &[Spread<'_>]) -> Result<String, Box<dyn Er
             area.draw(&Text::new(spread.title.to_owned(), (16, top), text(16)))?;
             top += HEAD;
             let longest = spread.shares.iter().map(|share| share.value);
-            // If all bars are empty, this avoids a division by zero.
+            // The smallest positive number: if all bars are empty, nothing is divided by zero.
             let longest = longest.fold(f64::MIN_POSITIVE, f64::max);
             let scale = f64::from(SIZE.0 as i32 - LABELS - TEXTS) / longest;
             for share in &spread.shares {

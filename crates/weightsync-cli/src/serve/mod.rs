@@ -55,6 +55,7 @@ pub fn run(args: ServeArgs) -> Result<u8, Box<dyn Error>> {
     let signals = Signals::watch()?;
     let served = Synchronizer::serve(settings.options()?.access(access), settings.address())?;
     let at = served.address();
+    // Certificates may leave loopback addresses out, so the address decides about the scheme.
     let is_encrypted = at.zip(tls).is_some_and(|(at, tls)| tls.covers(at));
     let scheme = if is_encrypted { "https" } else { "http" };
     let at = at.map(|at| at.to_string()).unwrap_or_default();

@@ -49,8 +49,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// Numbers the requests of this process.
 static REQUESTS: AtomicU64 = AtomicU64::new(0);
 
-// Relaxed: only the numbers matter, and each is given out once.
 pub(super) fn next_request() -> u64 {
+    // Relaxed: only the numbers matter, and each is given out once.
     REQUESTS.fetch_add(1, Ordering::Relaxed) + 1
 }
 

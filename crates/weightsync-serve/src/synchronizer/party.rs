@@ -275,8 +275,8 @@ impl Trainer {
 
     /// Says that a version can be had, and waits until the synchronizer has it.
     fn published(&mut self, version: Version, step: u64, until: Deadline) -> Result<TrainerAnswer> {
-        // What the trainer joins again with, if the service is away now.
         self.highest = self.highest.max(version);
+        // What the trainer joins again with, if the service is away now.
         (
             self.membership.join.version,
             self.membership.join.version_step,

@@ -215,8 +215,7 @@ impl Draws {
     /// The oldest frames are about to be overwritten.
     pub fn evict(&mut self, ids: Range<u64>) {
         match &mut self.kind {
-            // A pool notices when a frame is drawn that it has gone. Every frame has one chance
-            // under `Uniform`, so nothing is kept of it.
+            // `Uniform` keeps nothing of a frame, and a pool notices at the draw that one has gone.
             SamplerKind::Uniform | SamplerKind::WithoutReplacement(_) => {}
             SamplerKind::Prioritised(priorities) => priorities.evict(ids),
             SamplerKind::Slices(trajectories) => trajectories.evict(ids.end - ids.start),

@@ -266,7 +266,7 @@ impl Trajectory {
     /// The ids of `len` steps, after `skipped` ones.
     fn push_ids(&self, skipped: u64, mut len: u64, ids: &mut Vec<u64>) {
         let mut step = self.runs.front().map_or(0, |run| run.step) + skipped;
-        // The runs are in the order of steps, so the first that matters is found by halves.
+        // The runs are in the order of steps, so a binary search finds the first that matters.
         let run = self.runs.partition_point(|run| run.step + run.len <= step);
         for run in self.runs.range(run..) {
             let first = run.first + (step - run.step);

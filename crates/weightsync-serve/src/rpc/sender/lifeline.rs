@@ -251,7 +251,7 @@ async fn call_back(
         {
             Ok(lines)
         }
-        // Another process listens at this address than the one that registers.
+        // A process other than the one that registers listens at this address.
         Ok(_) => Err(failed("it is another worker".into())),
         Err(fault) => Err(failed(fault.to_string())),
     }
