@@ -312,7 +312,7 @@ impl BuiltinEnvs {
         for (column, width) in part.columns.iter().zip(widths) {
             for env in 0..self.envs {
                 rows.push(match column {
-                    // In bytes: `stride` leads to the next environment, and `width` to the next step.
+                    // Bytes: `stride` leads to the next environment, and `width` to the next step.
                     Some((first, stride)) => ByteSpan {
                         address: first.plus(env * stride + at * width),
                         before: 0,

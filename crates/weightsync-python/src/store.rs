@@ -336,7 +336,7 @@ impl Drop for Saver {
         let saver = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Some(saver) = saver.take() {
             // It saves what waits, which takes long: other threads of Python go on meanwhile.
-            // After the end of the interpreter the closure is dropped unused, and the saver with it.
+            // After the interpreter's end the closure is dropped unused, and the saver with it.
             Python::try_attach(|py| py.detach(|| drop(saver)));
         }
     }
