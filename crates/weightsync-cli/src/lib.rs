@@ -46,12 +46,14 @@ pub struct Program {
 /// SIGHUP, but for those that are ignored, and end in order; the others leave signals as the process has
 /// them.
 pub fn run(program: &Program, arguments: impl IntoIterator<Item = OsString>) -> u8 {
+    // Kept whole: an argument that is not UTF-8 is named below.
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     let words = std::iter::once("weightsync".into()).chain(arguments.clone());
     let parsed = program
         .command()
         .try_get_matches_from(words)
         .and_then(|matches| Command::from_arg_matches(&matches));
+    // The log is set up only for a command that will run, and before it does.
     match parsed {
         Ok(command) => match log::logger(command.action.prints_damage()) {
             Ok(logger) => {
@@ -67,6 +69,7 @@ pub fn run(program: &Program, arguments: impl IntoIterator<Item = OsString>) -> 
                 FAILURE
             }
         },
+        // clap says only that something is not UTF-8, and not what.
         Err(said) if said.kind() == ErrorKind::InvalidUtf8 => {
             let other = arguments.iter().filter(|one| one.to_str().is_none());
             let other: Vec<_> = other.map(|one| format!("{one:?}")).collect();
@@ -211,6 +214,8 @@ impl CliCommand {
     }
 
     fn run(self, program: &Program) -> u8 {
+        // `diff` and `scrub` use 1 for files or versions that differ, so their own failures have
+        // another code.
         let failure = match self {
             CliCommand::Diff(_) => diff::TROUBLE,
             CliCommand::Scrub(_) => store::TROUBLE,
@@ -237,9 +242,12 @@ impl CliCommand {
             CliCommand::Watch(args) => store::watch(&args),
             CliCommand::Scrub(args) => store::scrub(&args),
         };
+        // Every command ends here: one place says what went wrong.
         done.unwrap_or_else(|error| {
             let error = error.to_string();
             eprintln!("weightsync: {error}");
+            // An error about a file that is not there does not say that the whole directory has
+            // gone.
             if let Some(lost) = weightsync_engine::files::lost_directory()
                 && !error.contains(lost)
             {

@@ -18,12 +18,14 @@ pub type Logger = Box<dyn Subscriber + Send + Sync>;
 ///
 /// A message, if the variable is something else.
 pub(crate) fn logger(prints_damage: bool) -> Result<Logger, String> {
+    // An empty variable counts as none.
     let asked = std::env::var_os(VARIABLE).filter(|value| !value.is_empty());
     // Libraries below log what may be secret, such as the headers of requests.
     let own = match &asked {
         None => {
             let own = Targets::new().with_target("weightsync", LevelFilter::WARN);
             match prints_damage {
+                // The command prints the damage itself, and once is enough.
                 true => own.with_target(weightsync_store::DAMAGE_TARGET, LevelFilter::OFF),
                 false => own,
             }
@@ -36,6 +38,7 @@ pub(crate) fn logger(prints_damage: bool) -> Result<Logger, String> {
                     "{VARIABLE}: expected off, error, warn, info, debug or trace, got \"{value}\""
                 )
             })?;
+            // Also with the variable, only this library's own messages are shown.
             Targets::new().with_target("weightsync", level)
         }
     };

@@ -10,6 +10,7 @@ pub fn print(text: &str) -> io::Result<()> {
         .write_all(text.as_bytes())
         .and_then(|()| stdout.flush());
     match written {
+        // Rust and Python ignore SIGPIPE, so a closed pipe shows as an error of the write.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         written => written,
     }

@@ -28,9 +28,11 @@ struct ReceivedSignals {
 impl Signals {
     /// Notices them from now on, but for those that this process was started to ignore.
     pub fn watch() -> io::Result<Self> {
+        // A signal that `nohup` or a shell has the process ignore stays ignored.
         let ignored = ignored();
         let heeded = [SIGINT, SIGTERM, SIGHUP];
         let heeded = heeded.iter().filter(|one| ignored >> (**one - 1) & 1 == 0);
+        // From here on the signals no longer end the process: `note` decides.
         let mut coming = iterator::Signals::new(heeded)?;
         let came = Arc::new(ReceivedSignals::default());
         let noted = Arc::clone(&came);
@@ -53,6 +55,7 @@ impl Signals {
     /// Waits for the first signal.
     #[cfg(feature = "net")]
     pub fn wait(&self) -> u8 {
+        // Under the lock from the look to the wait: a signal in between is not missed.
         let mut waiting = self.0.waiting();
         loop {
             if let Some(signal) = self.caught() {
@@ -84,15 +87,19 @@ impl ReceivedSignals {
 
     fn note(&self, signal: i32) {
         let first = &self.first;
+        // Held while the first signal is noted, so a waiter either sees it or is woken.
         let waiting = self.waiting();
+        // Of several signals the first one gives the exit code.
         let set = first.compare_exchange(0, signal as u8, Ordering::SeqCst, Ordering::SeqCst);
         drop(waiting);
         if set.is_ok() {
             self.noted.notify_all();
             return;
         }
+        // Noted also if it does not end the process: the call that holds it looks for it.
         self.again.store(true, Ordering::SeqCst);
         if !self.held.load(Ordering::SeqCst) {
+            // The code of a process that a signal has ended, as shells have it.
             exit(128 + signal);
         }
     }
@@ -103,6 +110,7 @@ impl ReceivedSignals {
 fn ignored() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mut lines = status.lines();
+    // The kernel shows the mask in hexadecimal digits, the first signal in the lowest bit.
     let mask = lines.find_map(|line| line.strip_prefix("SigIgn:"));
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
         .unwrap_or(0)

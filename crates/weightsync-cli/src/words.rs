@@ -3,6 +3,8 @@
 /// Words of others, without what would move a terminal's cursor.
 pub fn shown(text: &str) -> String {
     text.chars()
+        // Names come from files and from other hosts. A control character in them could change what
+        // a terminal shows.
         .map(|one| if one.is_control() { '?' } else { one })
         .collect()
 }
@@ -14,6 +16,7 @@ pub fn elided(text: &str, most: usize) -> String {
         return text.to_owned();
     }
     let kept = most.saturating_sub(1);
+    // The end gets the larger half: names of tensors differ there.
     let head = kept / 2;
     let begin: String = text.chars().take(head).collect();
     let end: String = text.chars().skip(count - (kept - head)).collect();
@@ -59,6 +62,7 @@ pub fn bytes(bytes: u64) -> String {
 /// A share in percent, which is 0 or 100 only if it is none or all.
 pub fn percent(part: u64, all: u64) -> String {
     match 100.0 * part as f64 / all.max(1) as f64 {
+        // A small share is not shown as none, and a large one not as all.
         _ if part == 0 => "0".to_owned(),
         _ if part == all => "100".to_owned(),
         percent if percent < 0.01 => "<0.01".to_owned(),

@@ -37,15 +37,20 @@ impl Background {
     /// Takes a permit for this thread. The models do not change until the permit is released. Any
     /// number of threads may have one.
     fn acquire_permit(&self, py: Python<'_>) -> PyResult<Permit> {
+        // The forward of a module comes through here, so the usual case has to be quick.
         let Ok(inner) = self.running(py) else {
             // Another thread is ending the receiver. A forward continues without a permit.
             return Ok(Permit(Mutex::new(None)));
         };
         // The usual case takes no lock, and need not release the interpreter's.
         let permit = inner.try_hold();
+        // The last reference ends the receiver's thread, which may be waiting for the interpreter's
+        // lock.
         release(py, inner);
         let permit = match permit.map_err(|error| exception(py, error))? {
             Some(permit) => permit,
+            // A load is in progress. The wait for it has to release the lock, because the load
+            // needs it.
             None => self.call(py, |inner| inner.hold())?,
         };
         Ok(Permit(Mutex::new(Some(permit))))
@@ -69,6 +74,8 @@ impl Background {
         let timeout = timeout_of(timeout);
         self.call(py, |inner| {
             inner.hand_over(timeout, || {
+                // The library calls this without the lock, and while no other thread has the
+                // models.
                 Python::attach(|py| function.call0(py).map(drop))
             })
         })?
@@ -114,8 +121,10 @@ impl Background {
         timeout: Option<Seconds>,
         run: Option<(u64, String)>,
     ) -> PyResult<bool> {
+        // One deadline for the whole call.
         let until = timeout_of(timeout).and_then(|timeout| Instant::now().checked_add(timeout));
         self.call(py, |inner| {
+            // Taken here, so only a version that is applied from now on ends the wait.
             let before = inner.status()?;
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
             inner.wait(left, |status| match versions.is_empty() {
@@ -136,10 +145,14 @@ impl Background {
     /// and its sender is told the reason.
     #[pyo3(signature = (reason = None))]
     fn shutdown(&self, py: Python<'_>, reason: Option<String>) -> PyResult<()> {
+        // Taken out first: calls from here on find no receiver.
         let Some(inner) = self.take() else {
             return Ok(());
         };
+        // Ends the waits of the calls that are on, in any thread.
         self.ending.store(true, Ordering::SeqCst);
+        // The handler interrupts a wait of this very thread. To wait for that call here would be
+        // for ever.
         if INSIDE.get() > 0 {
             // A signal handler made this call during a wait: the thread ends when the wait returns.
             if let Some(reason) = reason {
@@ -148,6 +161,7 @@ impl Background {
             release(py, inner);
             return Ok(());
         }
+        // The thread that ends may be loading a version, for which it needs the lock.
         py.detach(|| end(alone(inner), reason.as_deref()));
         Ok(())
     }
@@ -180,6 +194,7 @@ impl Background {
             true => SafePoints::Declared,
             false => SafePoints::Implied,
         };
+        // The thread starts without the lock held, because its first load may need it.
         let inner = released(py, || {
             receiver.set_in_background(targets, |targets| set_of(targets), when)
         })?;
@@ -218,6 +233,7 @@ impl Background {
         call: impl FnOnce(&Inner) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
         let inner = self.running(py)?;
+        // The count tells a signal's handler in this thread that it is inside.
         INSIDE.set(INSIDE.get() + 1);
         let done = released_until(py, &self.ending, None, || call(&inner));
         INSIDE.set(INSIDE.get() - 1);
@@ -265,6 +281,7 @@ fn end(inner: Inner, reason: Option<&str>) {
 /// Drops a call's reference. After a shutdown, the last reference ends the thread, which may be
 /// waiting for the interpreter's lock: so the lock is released here.
 fn release(py: Python<'_>, inner: Arc<Inner>) {
+    // Only the last reference gives the value. The others just go.
     if let Some(inner) = Arc::into_inner(inner) {
         py.detach(|| drop(inner));
     }
@@ -273,6 +290,7 @@ fn release(py: Python<'_>, inner: Arc<Inner>) {
 /// Waits for the calls of other threads to return, and takes the receiver out.
 fn alone(mut inner: Arc<Inner>) -> Inner {
     loop {
+        // The other references belong to calls whose waits have been ended.
         match Arc::try_unwrap(inner) {
             Ok(inner) => return inner,
             Err(shared) => inner = shared,
@@ -290,7 +308,9 @@ pub struct Permit(Mutex<Option<weightsync_engine::ModelHold>>);
 impl Permit {
     /// Lets the models change again.
     fn release(&self, py: Python<'_>) {
+        // Released at most once: a second call finds nothing.
         let permit = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // Dropping the permit wakes the loading thread, which needs the interpreter's lock next.
         py.detach(|| drop(permit));
     }
 }

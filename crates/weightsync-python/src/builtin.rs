@@ -56,6 +56,7 @@ impl BuiltinEnvs {
         num_envs: &Bound<'_, PyAny>,
         seed: u64,
     ) -> PyResult<Self> {
+        // Errors name the setting as the user knows it.
         let name: String = whole("id", "the name of a task, such as 'CartPole-v1'", task)?;
         let task = Task::named(&name).map_err(|error| rl_exception(py, error))?;
         let possible = format!("a whole number from 1 to {MOST}");
@@ -90,6 +91,7 @@ impl BuiltinEnvs {
         observations: RawAddress,
     ) -> PyResult<()> {
         let held = &mut *self.held()?;
+        // Before anything is reset: a wrong number changes no environment.
         if let Some((env, _)) = envs.iter().find(|(env, _)| *env >= self.envs) {
             let text = format!("environment {env}: expected 0 to {}", self.envs - 1);
             return Err(SettingError::new_err(text));
@@ -126,6 +128,7 @@ impl BuiltinEnvs {
             before: 0,
             len: self.envs * action_width(&self.task),
         };
+        // Copied out first, so no array is lent for reading while the others are lent for writing.
         let read = |given: &[&[u8]]| self.actions(given[0], &which);
         // SAFETY: the Python files make the promise of an address for the actions.
         let actions = unsafe { raw::lend(&[span], read) };
@@ -198,6 +201,7 @@ impl BuiltinEnvs {
             };
             held.run(&tensor, version, steps, options, &mut under_way)
         };
+        // One release of the lock for all steps.
         let done = py.detach(|| {
             // SAFETY: the Python files make the promise of an address for each tensor.
             let frames = unsafe { raw::lend(&weights, run) }.map_err(|_| None)?;
@@ -207,6 +211,7 @@ impl BuiltinEnvs {
             unsafe { raw::lend_mut(&rows, write) }.map_err(|_| None)
         });
         done.map_err(|error| error.map_or_else(hollow, |error| rl_exception(py, error)))?;
+        // What the environments show after the last step, for the next call.
         self.fill(py, [(part.observations, len * 4)], |[observations]| {
             let mut seen = vec![0.0_f32; len];
             for (env, row) in observations.chunks_exact_mut(len * 4).enumerate() {
@@ -270,6 +275,7 @@ impl BuiltinEnvs {
     /// The actions in an array of them.
     fn actions(&self, given: &[u8], which: &[bool]) -> Result<Actions, Error> {
         let width = action_width(&self.task);
+        // Native order: the array is numpy's or torch's own.
         if self.task.is_continuous() {
             let values = given.as_chunks::<4>().0.iter();
             return Ok(Actions::Continuous {
@@ -306,6 +312,7 @@ impl BuiltinEnvs {
         for (column, width) in part.columns.iter().zip(widths) {
             for env in 0..self.envs {
                 rows.push(match column {
+                    // Bytes: `stride` leads to the next environment, and `width` to the next step.
                     Some((first, stride)) => ByteSpan {
                         address: first.plus(env * stride + at * width),
                         before: 0,

@@ -39,6 +39,7 @@ impl Cascade {
         let timeout = timeout_of(timeout);
         let receiver = ReceiverSetup::new(info.0.clone(), worker.0);
         let chosen = setup.chosen()?;
+        // Both the joining and the setting up of the own sender may wait.
         let joined = released(py, || {
             let joined = weightsync_engine::Cascade::join(receiver, timeout)?;
             joined.configure(|own| chosen.apply(own))
@@ -65,6 +66,8 @@ impl Cascade {
     ) -> PyResult<()> {
         let timeout = timeout_of(timeout);
         let connect =
+            // The stage is taken out, because connecting consumes it. It stays `Closed` if that
+            // fails.
             |state: &mut CascadeStage, left| match std::mem::replace(state, CascadeStage::Closed) {
                 CascadeStage::Joined(setup) => {
                     *state = CascadeStage::Feeding(Box::new(setup.connect(workers.into(), left)?));
@@ -161,6 +164,7 @@ impl Cascade {
 impl CascadeStage {
     fn close(&mut self, why: Option<&str>) {
         match (std::mem::replace(self, Self::Closed), why) {
+            // In order: dropping the stage ends both ends.
             (_, None) | (Self::Closed, _) => {}
             (Self::Joined(setup), Some(why)) => setup.fail(why),
             (Self::Feeding(cascade), Some(why)) => cascade.fail(why),

@@ -69,6 +69,7 @@ impl TrainerPort {
         &self,
         py: Python<'_>,
         worker: u32,
+        // A reference of its own, so that `close` does not wait for this call.
         ticket: Option<u64>,
         settings: Vec<u8>,
     ) -> PyResult<WorkerPlace> {
@@ -83,6 +84,7 @@ impl TrainerPort {
     /// Closes the port.
     fn close(&self, py: Python<'_>) {
         let trainer = self.lock().take();
+        // The port's thread is joined without the lock.
         py.detach(|| drop(trainer));
     }
 }
@@ -133,6 +135,8 @@ impl WorkerPlace {
             action: "opening the collector's memory again",
             source,
         };
+        // Opened again, because the collector may close its descriptor while parts are still
+        // written.
         let file = file.map_err(|error| exception(py, os(error)))?;
         let rows = rows.into_iter().map(|(offset, bytes, count, stride)| Rows {
             offset,
@@ -145,6 +149,7 @@ impl WorkerPlace {
     }
 
     fn hear(&self) -> PyResult<Option<Heard>> {
+        // Never waits: the descriptor says when there is something.
         let heard = self.here()?.hear();
         Ok(heard.map(|heard| {
             let (kind, text, part) = match heard.what {
@@ -213,6 +218,8 @@ impl TrainerLink {
         patience: Seconds,
     ) -> PyResult<Self> {
         let (worker, ticket) = place;
+        // A worker that the collector starts gets the secret from it. One that is started by hand
+        // has the token.
         let secret = match secret {
             Some(secret) => from_hex(secret)
                 .ok_or_else(|| SettingError::new_err("the secret is 32 hexadecimal digits"))?,
@@ -233,8 +240,10 @@ impl TrainerLink {
             tls,
             worker,
             ticket,
+            // Without an end a worker would look for its trainer for ever.
             patience: timeout_of(Some(patience)).unwrap_or(Duration::from_secs_f64(LONGEST)),
         };
+        // Called by the link's thread, and not by Python's.
         let gone = move |reason: String| {
             eprintln!(
                 "weightsync: this worker ends, because its trainer at {address} is gone: {reason}"
@@ -253,6 +262,7 @@ impl TrainerLink {
 
     /// What the worker is started with; once.
     fn settings<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        // Taken out: once is enough, and the settings may be large.
         let mut settings = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
         PyBytes::new(py, &std::mem::take(&mut *settings))
     }

@@ -82,6 +82,7 @@ impl EngineUpdate {
 impl EngineUpdate {
     fn step(&self, event: EngineEvent) -> PyResult<Option<String>> {
         let mut update = self.update();
+        // A step either changes everything or fails and changes nothing.
         let stepped = update.step(event);
         let (next, call) = stepped.map_err(|error| LifecycleError::new_err(error.to_string()))?;
         *update = next;

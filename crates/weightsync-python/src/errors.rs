@@ -39,6 +39,7 @@ pub fn exception(py: Python<'_>, error: Error) -> PyErr {
     match made {
         Ok(made) => {
             if cause.is_some() {
+                // Python then shows both, the model's own exception first.
                 made.set_cause(py, cause);
             }
             made
@@ -64,6 +65,7 @@ pub fn within_itself() -> PyErr {
 pub fn busy(py: Python<'_>, call: &str, by: (&str, u64), timeout: Duration) -> PyErr {
     let module = py.import("weightsync._turns");
     let arguments = (call, by.0, by.1, timeout.as_secs_f64());
+    // Made in Python, which knows the threads' names.
     let made = module.and_then(|module| module.call_method1("busy", arguments));
     made.map_or_else(|broken| broken, PyErr::from_value)
 }
@@ -76,6 +78,8 @@ pub fn forked() -> PyErr {
 
 pub fn make(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let kind = match error {
+        // Errors of the store and the synchronizer travel as errors of a transport. Their own kind
+        // says more.
         Error::Transport { source, .. } => {
             let of_store = source.downcast_ref().map(StoreError::kind);
             of_store.or_else(|| source.downcast_ref().map(SyncError::kind))
@@ -85,6 +89,7 @@ pub fn make(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let class = class(py, &class_of(kind.unwrap_or_else(|| error.kind())))?;
     let remedy = error.remedy().to_string();
     let text = match error {
+        // Texts about the order of calls name Rust's functions.
         Error::WrongOrder { .. } => in_python(error.to_string()),
         _ => said(error),
     };
@@ -115,6 +120,7 @@ pub fn rl_exception(py: Python<'_>, error: weightsync_rl::Error) -> PyErr {
         Error::ReplayBufferFile { .. } => "OperatingSystemError",
         _ => "WeightsyncError",
     };
+    // If the class cannot be found, the reason is the exception.
     let made = class(py, name).and_then(|class| class.call1((said(&error),)));
     made.map_or_else(|broken| broken, PyErr::from_value)
 }
@@ -127,6 +133,7 @@ fn said(error: &(dyn std::error::Error + 'static)) -> String {
         let cause = cause.downcast_ref::<std::io::Error>();
         cause.is_some_and(|cause| cause.kind() == std::io::ErrorKind::NotFound)
     });
+    // A directory that was removed while it was in use makes every file in it vanish.
     if let Some(lost) = files::lost_directory()
         && is_missing
         && !text.contains(lost)
@@ -153,6 +160,7 @@ fn in_python(text: String) -> String {
 
 /// A class of `weightsync.errors` by its name.
 fn class<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyType>> {
+    // Imported once. The classes are looked up by name, so that Python defines them alone.
     static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
     let module =
         MODULE.get_or_try_init(py, || py.import("weightsync.errors").map(Bound::unbind))?;
@@ -180,6 +188,7 @@ impl std::fmt::Display for Raised {
 impl std::error::Error for Raised {}
 
 fn cause_of(py: Python<'_>, error: &Error) -> Option<PyErr> {
+    // Only these two can come from Python's own code.
     let source = match error {
         Error::Load { source, .. } | Error::Extract { source, .. } => source,
         _ => return None,

@@ -42,6 +42,7 @@ impl Trajectories {
 
     /// Renames the trajectories of a part, in place: an `int64` array `[P, T]` of any strides.
     fn rename(&self, py: Python<'_>, worker: usize, part: u64, ids: PyBuffer<i64>) -> PyResult<()> {
+        // Copied out and back, because the array may have any strides.
         let (mut renamed, steps) = read(py, &ids)?;
         self.of(worker, |held| {
             held.rename(worker, part, &mut renamed, steps)
@@ -62,6 +63,7 @@ impl Trajectories {
         worker: usize,
         act: impl FnOnce(&mut frames::Trajectories) -> T,
     ) -> PyResult<T> {
+        // A wrong number would be a panic below.
         self.with(|held| match held.workers() {
             workers if worker < workers => Ok(act(held)),
             workers => Err(SettingError::new_err(format!(
@@ -87,6 +89,7 @@ fn read(py: Python<'_>, ids: &PyBuffer<i64>) -> PyResult<(Vec<u64>, usize)> {
             "numbers of trajectories need a dimension for time: got an array without dimensions",
         ));
     };
+    // In row-major order, whatever the array's own.
     let ids = ids.to_vec(py)?;
     Ok((ids.into_iter().map(i64::cast_unsigned).collect(), steps))
 }

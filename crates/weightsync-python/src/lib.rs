@@ -81,6 +81,7 @@ mod _native {
     /// What is decided once for the whole module.
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        // Before anything can log: messages of the first call are not lost.
         crate::log::begin();
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }

@@ -38,8 +38,12 @@ impl Object {
     }
 
     fn call<T>(&self, call: impl FnOnce(&Bound<'_, PyAny>) -> PyResult<T>) -> Result<T> {
+        // A thread of the library may load, which Python does not know. It keeps its thread state
+        // from call to call.
         let done = attached(|py| call(self.object.bind(py)));
         let failed = |source| Error::Load {
+            // A Python model loads as a whole, so the error cannot name a tensor. The exception
+            // says more.
             name: format!("every tensor of {}", self.id),
             source,
         };
@@ -55,11 +59,13 @@ impl WeightLoader for Object {
     fn layout(&self) -> Result<weightsync_engine::Layout> {
         self.call(|object| {
             let layout = object.call_method0("layout")?;
+            // The layout is the module's own class, so its value is taken without conversion.
             Ok(layout.cast::<Layout>()?.get().0.clone())
         })
     }
 
     fn shape(&mut self, layout: &weightsync_engine::Layout) -> Result<bool> {
+        // The object may keep the layout, so it gets its own.
         let layout = layout.clone();
         self.call(|object| {
             let shaped = object.call_method1("shape", (Layout(layout),))?;
@@ -68,6 +74,7 @@ impl WeightLoader for Object {
     }
 
     fn bind(&mut self, snapshot: &weightsync_engine::Snapshot) -> Result<bool> {
+        // The object keeps a reference for as long as its tensors lie in the version.
         let snapshot = Snapshot::new(Arc::new(snapshot.clone()));
         self.call(|object| object.call_method1("load", (snapshot,)).map(|_| true))
     }
@@ -95,6 +102,7 @@ impl Target {
     fn with<T>(&mut self, call: impl FnOnce(&mut dyn WeightLoader) -> Result<T>) -> Result<T> {
         match self {
             Self::Object(object) => call(object),
+            // Locked without the interpreter's lock: see `loader`.
             Self::Mapped { of, .. } => call(&mut *of.get().loader()),
         }
     }
@@ -126,6 +134,7 @@ pub fn set_of(targets: &mut [Target]) -> SetLoader<'_> {
     let mut set = SetLoader::new();
     for target in targets {
         let id = target.id().to_owned();
+        // A set, so that all models are checked before the first one changes.
         set = set.with(&id, target);
     }
     set

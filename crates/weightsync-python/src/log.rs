@@ -29,6 +29,7 @@ static COMMAND: OnceLock<Logger> = OnceLock::new();
 /// From here on messages go there.
 pub fn use_logger(logger: Logger) {
     let _ = COMMAND.set(logger);
+    // Callsites remember whether the listener wanted their messages, so they have to ask again.
     tracing::callsite::rebuild_interest_cache();
 }
 
@@ -49,6 +50,7 @@ impl Subscriber for LogListener {
     }
 
     fn event(&self, event: &Event<'_>) {
+        // The command's messages are lines of standard error and need no Python.
         if let Some(logger) = COMMAND.get() {
             return logger.event(event);
         }
@@ -59,13 +61,17 @@ impl Subscriber for LogListener {
             Level::WARN => 30,
             _ => 20,
         };
+        // Held for a few instructions and never while Python runs: the thread may hold any other
+        // lock.
         let mut queue = QUEUE.lock().unwrap_or_else(PoisonError::into_inner);
+        // Bounded: the main thread may not come to Python for long.
         if queue.0.len() < MOST {
             queue.0.push_back((level, text.message + &text.fields));
         } else {
             queue.1 += 1;
         }
         drop(queue);
+        // A request that is under way does no harm: the queue is emptied once.
         raw::soon(flush);
     }
 
@@ -101,6 +107,7 @@ impl Visit for Text {
 
 /// Logs the queued records.
 pub fn flush(py: Python<'_>) {
+    // Taken out before Python runs: logging may call the library, which may log.
     let (texts, lost) = {
         let mut queue = QUEUE.lock().unwrap_or_else(PoisonError::into_inner);
         std::mem::take(&mut *queue)
@@ -120,6 +127,7 @@ pub fn flush(py: Python<'_>) {
         }
         Ok(())
     };
+    // An error of a log handler must not end the call that happens to flush.
     if let Err(error) = logged() {
         error.write_unraisable(py, None);
     }

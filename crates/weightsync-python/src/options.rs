@@ -22,6 +22,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Seconds {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        // NaN is not at least 0, so it is refused too.
         let seconds = value.extract::<f64>().ok();
         let possible = seconds.filter(|seconds| *seconds >= 0.0);
         possible
@@ -32,6 +33,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Seconds {
 
 /// The timeout; none without one.
 pub fn timeout_of(seconds: Option<Seconds>) -> Option<Duration> {
+    // Larger values would overflow a `Duration`. They mean no limit.
     let Seconds(seconds) = seconds.filter(|seconds| seconds.0 < LONGEST)?;
     Some(Duration::from_secs_f64(seconds))
 }
@@ -80,6 +82,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for ExpectedWorkers {
 
     fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         const POSSIBLE: &str = "a count from 0 on, or the workers' numbers";
+        // A count first: a string or a list is no number, and goes on below.
         if let Ok(count) = whole("workers", POSSIBLE, &value) {
             return Ok(Self(Expect::Count(count)));
         }
@@ -88,6 +91,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for ExpectedWorkers {
         let mut workers: Vec<WorkerId> = Vec::new();
         for number in named {
             let number = whole("workers", POSSIBLE, &number?).map_err(|_| refused())?;
+            // Named twice, the set would be smaller than the caller believes.
             if workers.contains(&WorkerId(number)) {
                 let text = format!("workers names worker {number} twice: name each one once");
                 return Err(SettingError::new_err(text));
@@ -111,6 +115,7 @@ pub fn whole<'py, T: for<'a> FromPyObject<'a, 'py>>(
     value: &Bound<'py, PyAny>,
 ) -> PyResult<T> {
     let number = value.extract::<T>().ok();
+    // In Python `True` is the number 1, and as a setting a mistake.
     let number = number.filter(|_| !value.is_instance_of::<PyBool>());
     number.ok_or_else(|| wants(name, possible, value))
 }
@@ -118,6 +123,7 @@ pub fn whole<'py, T: for<'a> FromPyObject<'a, 'py>>(
 /// A value that no setting takes.
 pub fn wants(name: &str, possible: &str, got: &Bound<'_, PyAny>) -> PyErr {
     let got = got.repr().map_or("what has no repr".into(), |text| {
+        // 80 characters: the value may be a whole model.
         text.to_string_lossy().chars().take(80).collect::<String>()
     });
     SettingError::new_err(format!("{name}: expected {possible}, got {got}"))
@@ -202,6 +208,8 @@ impl CheckedSetup {
         } = self;
         let mut setup = setup.scheme(chosen.scheme.parse::<AnyScheme>()?)?;
         if let Some(dir) = chosen.run_dir {
+            // A run directory may have to be waited for, so this runs without the interpreter's
+            // lock.
             setup = setup.run_dir(dir)?;
         }
         if let Some(dtype) = cast {
@@ -284,6 +292,7 @@ impl Send {
         if let Some(version) = version {
             options = options.version(Version(version.0));
         }
+        // The timeout is returned as well, because the wait for the turn counts towards it.
         Ok((options, timeout_of(timeout)))
     }
 }

@@ -24,10 +24,12 @@ fn convert(value: &Bound<'_, PyAny>, place: &str, left: usize) -> PyResult<Plain
     if value.is_none() {
         return Ok(Plain::Null);
     }
+    // `bool` is a kind of `int` in Python, so it comes first.
     if let Ok(value) = value.cast::<PyBool>() {
         return Ok(Plain::Bool(value.is_true()));
     }
     if value.cast::<PyInt>().is_ok() {
+        // From -2**63 on as signed, above 2**63 as unsigned.
         if let Ok(value) = value.extract::<i64>() {
             return Ok(Plain::Int(value));
         }
@@ -43,13 +45,16 @@ fn convert(value: &Bound<'_, PyAny>, place: &str, left: usize) -> PyResult<Plain
     if let Ok(value) = value.cast::<PyString>() {
         return Ok(Plain::Text(value.to_str()?.to_owned()));
     }
+    // A tuple comes back as a list: plain data has one kind of sequence.
     if value.cast::<PyList>().is_ok() || value.cast::<PyTuple>().is_ok() {
         let items = value.try_iter()?.enumerate();
+        // The place names the item, so an error in a deep structure can be found.
         let items = items.map(|(at, item)| convert(&item?, &format!("{place}[{at}]"), left - 1));
         return Ok(Plain::List(items.collect::<PyResult<_>>()?));
     }
     if let Ok(map) = value.cast::<PyDict>() {
         let entries = map.iter().map(|(key, value)| {
+            // Keys are text only, as in JSON.
             let Ok(key) = key.extract::<String>() else {
                 return Err(WrongTypeError::new_err(format!(
                     "{place} has the key {key}, and only text can be one"

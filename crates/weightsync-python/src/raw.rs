@@ -28,6 +28,7 @@ impl RawAddress {
     /// So many bytes further on in the same object; nowhere if the object has no memory.
     pub fn plus(self, bytes: usize) -> Self {
         match self.0 {
+            // A null address means that the object has no memory. Adding to it would hide that.
             0 => self,
             start => Self(start.wrapping_add(bytes)),
         }
@@ -41,6 +42,7 @@ impl RawAddress {
     /// The promise of an address holds until this returns: the object is writable, and has room
     /// for as many bytes. It does not overlap `bytes`.
     pub unsafe fn store(self, bytes: &[u8]) -> bool {
+        // An empty tensor may have no memory at all, and needs none.
         if bytes.is_empty() {
             return true;
         }
@@ -70,9 +72,11 @@ impl ByteSpan {
     /// The caller uses the bytes only while the object's holder keeps the promise of
     /// [`RawAddress`].
     unsafe fn bytes<'a>(self) -> Option<&'a [u8]> {
+        // An empty slice is valid without memory. `from_raw_parts` would refuse a null pointer.
         if self.len == 0 {
             return Some(&[]);
         }
+        // With negative strides the first byte in use lies in front of the first element.
         let start = self.address.0.checked_sub(self.before);
         let start = start.filter(|start| *start != 0)?;
         // SAFETY: allocated, by what is promised of an address; not null.
@@ -89,6 +93,7 @@ impl ByteSpan {
 /// and readable.
 pub unsafe fn lend<T>(spans: &[ByteSpan], call: impl FnOnce(&[&[u8]]) -> T) -> Result<T, usize> {
     let mut lent = Vec::with_capacity(spans.len());
+    // All spans are made into slices before the call, so it sees all of them or none.
     for (index, span) in spans.iter().enumerate() {
         // SAFETY: `call` takes bytes of any lifetime, so none outlives it, and the caller
         // promises that they are there until it returns.
@@ -139,6 +144,7 @@ pub fn checksum(py: Python<'_>, address: RawAddress, size: usize) -> PyResult<i6
     let [low, high] = made.map_err(|_| {
         PyBufferError::new_err("there is no memory at address 0: give the address of a buffer")
     })?;
+    // 64 bits are enough to notice a change.
     Ok((low ^ high.rotate_left(32)).cast_signed())
 }
 
@@ -236,6 +242,8 @@ impl View {
         if buffer.is_null() {
             return Err(PyBufferError::new_err("no place for the buffer"));
         }
+        // A forked child does not have the mapping. An address of it would end the child by a
+        // segmentation fault.
         if !slf.get().origin.is_here() {
             return Err(PyBufferError::new_err(
                 "the memory of this version belongs to the parent process: receive the version in \
@@ -243,7 +251,10 @@ impl View {
             ));
         }
         let held = &slf.get().held;
+        // The address does not change for the life of the view, so Python may keep it.
         let (start, len) = (held.as_ptr().cast::<c_void>(), held.len() as isize);
+        // Python holds the view, and the view holds the version's pin. The slot is free again when
+        // the last tensor over it has gone.
         let keeper = slf.as_ptr();
         // SAFETY: the memory lives as long as this view, of which the filled
         // buffer holds a reference; it may be written, as a private view's may.
@@ -346,6 +357,8 @@ impl Exchange {
 
     /// The functions of a class, such as `torch.Tensor`; none if it has none, or newer ones.
     pub fn of(class: &Bound<'_, PyType>) -> PyResult<Option<Self>> {
+        // A class without the exchange functions is read attribute by attribute, which takes
+        // longer.
         let Some(capsule) = class.getattr_opt("__dlpack_c_exchange_api__")? else {
             return Ok(None);
         };
@@ -354,6 +367,7 @@ impl Exchange {
         // SAFETY: a capsule of this name has a table of DLPack's that lives as long as the
         // process, by DLPack's words; its first fields say of which version the others are.
         let table = unsafe { table.cast::<ExchangeTable>().as_ref() };
+        // Another major version may have other fields in other places.
         let look = table.look.filter(|_| table.major == Self::MAJOR);
         Ok(look.map(|look| Self {
             class: class.clone().unbind(),
@@ -377,6 +391,7 @@ impl Exchange {
         tensor: &Exchanged,
         seen: impl FnOnce(TensorInfo<'_>) -> T,
     ) -> PyResult<T> {
+        // Zeroed, so that a function that fills in less leaves no undefined bytes.
         let mut found = MaybeUninit::<DlTensor>::zeroed();
         // SAFETY: the object is of the functions' class, as it was admitted, and the
         // interpreter's lock is held.
@@ -386,6 +401,7 @@ impl Exchange {
         }
         // SAFETY: filled in; all zeros would be a value, too.
         let found = unsafe { found.assume_init() };
+        // A scalar has no dimensions, and then both lists may be null.
         let dimensions = usize::try_from(found.dimensions).unwrap_or(0);
         let list = |list: *const i64| match list.is_null() || dimensions == 0 {
             true => &[][..],
@@ -394,6 +410,7 @@ impl Exchange {
             false => unsafe { std::slice::from_raw_parts(list, dimensions) },
         };
         Ok(seen(TensorInfo {
+            // DLPack counts the offset in bytes from `data`.
             address: RawAddress(found.data as usize + found.byte_offset as usize),
             device: found.device,
             dtype: found.dtype,

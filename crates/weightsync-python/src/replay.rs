@@ -72,6 +72,7 @@ impl ReplayBuffer {
         });
         let columns = columns.collect::<PyResult<Vec<_>>>()?;
         let sampler = sampler.map_or(Ok(Sampler::Uniform), Chosen::sampler)?;
+        // Opening a directory checks its frames, which may take long.
         let made = py.detach(|| {
             let builder = replay::ReplayBuffer::builder(Schema::new(columns)?);
             let builder = builder.capacity(capacity.0).ndim(ndim);
@@ -105,6 +106,7 @@ impl ReplayBuffer {
         addresses: Vec<RawAddress>,
     ) -> PyResult<(u64, u64)> {
         let held = self.here()?;
+        // The number of frames follows from the shape, and bounds every address below.
         let frames = held.frames_of(&shape);
         let frames = frames.map_err(|error| rl_exception(py, error))?;
         let spans = self.spans(frames, addresses)?;
@@ -139,6 +141,7 @@ impl ReplayBuffer {
         let drawn = lent.map_err(|column| self.hollow(column))?;
         let drawn = drawn.map_err(|error| rl_exception(py, error))?;
         let found = (drawn.weights.is_some(), drawn.mask.is_some());
+        // Native order: the arrays are numpy's or torch's own.
         let ids_bytes = drawn.ids.iter().flat_map(|id| id.to_ne_bytes());
         let weights_bytes = drawn.weights.into_iter().flatten();
         let mask_bytes = drawn.mask.into_iter().flatten();
@@ -147,6 +150,7 @@ impl ReplayBuffer {
             (weights, weights_bytes.flat_map(f32::to_ne_bytes).collect()),
             (mask, mask_bytes.map(u8::from).collect()),
         ];
+        // The columns are filled already. These arrays are small.
         for (address, bytes) in parts {
             // SAFETY: the Python files make the promise of an address, with room for so many frames.
             if address.is_some_and(|address| !unsafe { address.store(&bytes) }) {

@@ -109,6 +109,7 @@ impl Report {
     /// it as `report`.
     fn ensure_applied(slf: Bound<'_, Self>) -> PyResult<Bound<'_, Self>> {
         let py = slf.py();
+        // The whole report travels with the exception, so a caller can look at every worker.
         match slf.get().0.clone().ensure_applied() {
             Ok(_) => Ok(slf),
             Err(error) => {
@@ -145,6 +146,8 @@ impl Report {
     }
 
     fn __reduce__<'py>(slf: Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (Parts,))> {
+        // Pickled as plain values: a report can go to another process, and nothing of it is
+        // executed.
         let parts = Parts::of(&slf.get().0);
         Ok((slf.get_type().getattr("_of")?, (parts,)))
     }
@@ -365,6 +368,7 @@ fn raised(error: Error) -> PyErr {
 }
 
 fn nanos(time: Duration) -> u64 {
+    // Whole nanoseconds come back exactly. Seconds as a float would not.
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
@@ -434,12 +438,14 @@ impl PendingSend {
     #[pyo3(signature = (timeout = None))]
     fn wait(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<Report> {
         let timeout = timeout_of(timeout);
+        // The wait runs without the lock, so that workers in this process can load meanwhile.
         released(py, || self.0.wait(timeout)).map(Report)
     }
 
     /// `await`: [`wait`](Self::wait) on a thread of its own.
     fn __await__<'py>(slf: Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let wait = slf.getattr("wait")?;
+        // A thread of the loop's executor waits, so the event loop goes on.
         let to_thread = slf.py().import("asyncio")?.getattr("to_thread")?;
         to_thread.call1((wait,))?.call_method0("__await__")
     }

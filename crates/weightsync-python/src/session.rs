@@ -71,6 +71,7 @@ impl InitInfo {
     }
 
     fn __reduce__<'py>(slf: Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
+        // Pickled as its text: nothing is executed when it is read.
         let read = slf.get_type().getattr("from_json")?;
         Ok((read, (slf.get().to_json()?,)))
     }
@@ -113,6 +114,7 @@ impl Session {
         setup: Setup,
     ) -> PyResult<InitInfo> {
         let chosen = setup.chosen()?;
+        // Reads the run directory and the weights' layouts, which may take long.
         let prepared = released(py, || {
             let mut models = models.iter().map(|(name, source)| (name, source.get()));
             let (name, source) = models.next().ok_or(Error::EmptySet)?;
@@ -141,6 +143,7 @@ impl Session {
         watch: Option<Py<PyAny>>,
         version: Option<Number>,
     ) -> PyResult<()> {
+        // `weights` owns references, so the sources live until the send returns.
         let sent = Sent::of(&weights);
         let timeout = timeout_of(timeout);
         let first = version.map(|number| Version(number.0));
@@ -148,6 +151,7 @@ impl Session {
             session.connect_sender_at(&sent, first, workers.into(), left)
         };
         self.inner
+            // `watch` lets a collector notice that a worker has died before it could join.
             .timed(py, "connect", timeout, watch.as_ref(), connect)
     }
 
@@ -182,6 +186,8 @@ impl Session {
         weights: NamedSources,
         options: Send,
     ) -> PyResult<PendingSend> {
+        // The timeout of the call and that of the send are one: what the wait for the turn has used
+        // is gone.
         let (sent, (options, timeout)) = (Sent::of(&weights), options.options()?);
         self.timed(py, "send_async", timeout, |session, left| {
             session.send_async(&sent, &within(options, left))
@@ -349,6 +355,7 @@ impl Session {
         let timeout = timeout_of(timeout);
         let set = self.inner.polled(py, "receive", timeout, |session, left| {
             let receiver = receiving(session, "receive")?;
+            // A receiver without models would wait for ever, so it only looks.
             match left {
                 None if carries(receiver) => receiver.set().recv().map(Some),
                 left => receiver.set().recv_timeout(left.unwrap_or_default()),
@@ -469,6 +476,7 @@ impl Session {
         declared: bool,
     ) -> PyResult<Background> {
         let targets = targets_of(targets);
+        // The session is empty afterwards: the background thread owns the receiver alone.
         let receiver = self.with(
             py,
             "start_background",
@@ -511,6 +519,7 @@ impl Session {
     }
 
     fn __repr__(&self) -> String {
+        // Without a wait: a debugger or a log may ask for this at any time.
         let text = self.inner.look(|session| {
             let (scheme, state) = (session.scheme(), session.state());
             format!("<Session of {scheme}: {state}>")
@@ -519,6 +528,7 @@ impl Session {
     }
 
     fn __reduce__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, PyTuple>> {
+        // An end has descriptors, threads and mappings, which no pickle carries.
         Err(LifecycleError::new_err(format!(
             "{} is a live end and cannot be pickled: pass its init info instead",
             slf.repr()?
@@ -532,6 +542,7 @@ pub const DROPPED: &str = "its receiver was dropped without shutdown()";
 
 impl Drop for Session {
     fn drop(&mut self) {
+        // Ends it as failed: its sender is told that the worker did not leave in order.
         self.inner.abandon(DROPPED);
     }
 }
@@ -572,6 +583,7 @@ impl Session {
 /// The options of a send whose turn has come, with what the wait for it has left of the timeout.
 fn within(options: SendOptions, left: Option<Duration>) -> SendOptions {
     match left {
+        // Without a timeout of its own a send has the sender's.
         None => options,
         left => options.timeout(left),
     }
@@ -614,6 +626,7 @@ fn receiving<'s>(
     call: &'static str,
 ) -> Result<&'s mut Receiver> {
     session.receiver().map_err(|error| match error {
+        // The error names the call as Python has it.
         Error::WrongOrder { state, fix, .. } => Error::WrongOrder { call, state, fix },
         error => error,
     })

@@ -41,6 +41,8 @@ impl Snapshot {
 
     /// The version, if this process can read its bytes.
     pub fn readable(&self) -> PyResult<&weightsync_engine::Snapshot> {
+        // The version lies in this process's own memory, or this is the process that mapped the
+        // slot.
         match self.held.is_owned() || self.origin.is_here() {
             true => Ok(&self.held),
             false => Err(forked()),
@@ -57,6 +59,8 @@ impl Snapshot {
                 // its dtype and shape, and hold the object until this call from Python returns. A
                 // version's bytes are mapped by this process alone, and are no object of Python's.
                 if !unsafe { address.store(bytes) } {
+                    // Tensors before this one have been overwritten: the model is not whole until
+                    // it is loaded again.
                     return Err(Error::Load {
                         name: views[index].name().to_owned(),
                         source: "the tensor it goes to has no memory of its own".into(),
@@ -151,6 +155,7 @@ impl Snapshot {
     /// What is written is dropped with the last view, with a warning unless it is `quiet`.
     #[pyo3(signature = (quiet = false))]
     fn view(&self, py: Python<'_>, quiet: bool) -> PyResult<View> {
+        // The mapping is private to this process: writes of a worker reach no other process.
         released(py, || match quiet {
             true => self.held.private_with(|_| ()),
             false => self.held.private(),
@@ -185,6 +190,7 @@ impl Snapshot {
     /// does not fit is named before the target is touched.
     fn load_into(&self, py: Python<'_>, target: Py<PyAny>) -> PyResult<()> {
         let mut target = Object::new(self.model().to_owned(), target);
+        // The target's methods take the lock again for each call.
         self.read(py, |held| held.load_into(&mut target))
     }
 
@@ -200,6 +206,7 @@ impl Snapshot {
 
     /// The extra state of a module, by the name it travels under.
     fn extra_state<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
+        // A copy of the bytes, because decoding makes Python objects and needs the lock.
         let bytes = self.read(py, |held| Ok(held.tensor(name)?.bytes().to_vec()))?;
         let state = ExtraState::from_bytes(&bytes).map_err(wrong_weights)?;
         plain::to_python(py, state.value())
@@ -277,6 +284,7 @@ impl SetSnapshot {
     /// Loads all of them: no target is touched unless all fit.
     fn load_into(&self, py: Python<'_>, targets: Vec<(String, TargetArgument)>) -> PyResult<()> {
         let mut targets = targets_of(targets);
+        // The set is loaded without the lock. Each model takes it for its own calls.
         released(py, || self.0.load_into(&mut set_of(&mut targets)))
     }
 

@@ -170,6 +170,7 @@ impl TensorSource {
         let states = extra
             .iter()
             .map(|(name, state)| (name.clone(), Dtype::U8, vec![state.capacity() as u64]));
+        // Extra state has a fixed room, so the layout does not change with the state.
         let layout = weightsync_engine::Layout::new(specs.chain(states)).map_err(wrong_weights)?;
         let placed = Placed {
             now: RwLock::new(Now {
@@ -211,6 +212,7 @@ impl TensorSource {
         extra: Option<Vec<(String, Bound<'_, PyAny>)>>,
     ) -> PyResult<()> {
         let placed = self.placed()?;
+        // Counted here, because `lend` pairs tensors and addresses by their places.
         let (expected, got) = (placed.tensors.len(), addresses.len());
         if expected != got {
             return Err(WrongWeightsError::new_err(format!(
@@ -220,6 +222,8 @@ impl TensorSource {
         let strides = strides.map_or(Ok(Vec::new()), |strides| {
             let strides = strides.iter().map(|(index, strides)| {
                 let index: usize = index.extract()?;
+                // The number of strides must be that of the dimensions, because the reach is
+                // computed from both.
                 let rank = placed.tensors.get(index).map(|tensor| tensor.shape.len());
                 let strides: Vec<i64> = strides.extract()?;
                 match rank == Some(strides.len()) {
@@ -232,6 +236,8 @@ impl TensorSource {
             });
             strides.collect::<PyResult<Vec<_>>>()
         })?;
+        // The Python files place a source within the turn of its end. So no send reads under this
+        // lock now, and the interpreter's lock may be kept.
         let mut now = placed.now.write().unwrap_or_else(PoisonError::into_inner);
         for (name, value) in extra.into_iter().flatten() {
             let value = plain::from_python(&name, &value)?;
@@ -339,13 +345,17 @@ impl Placed {
     /// Lends every tensor as it is now.
     #[expect(unsafe_code, reason = "it vouches for the addresses")]
     fn lend(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
+        // Held for the whole send: nobody places the tensors elsewhere while they are read.
         let now = self.now.read().unwrap_or_else(PoisonError::into_inner);
+        // A send before the first placing has no addresses.
         if now.addresses.len() != self.tensors.len() {
             return Err(Error::Extract {
                 name: "every tensor".into(),
                 source: "the source was never placed".into(),
             });
         }
+        // Strides are sorted by index, as the Python files make them: one pass over both lists
+        // pairs them.
         let mut strides = now.strides.iter().peekable();
         let tensors = self.tensors.iter().zip(&now.addresses).enumerate();
         let tensors = tensors.map(|(index, (tensor, address))| {
@@ -369,6 +379,7 @@ impl Placed {
             })
         });
         let extra = extra.collect::<Result<Vec<_>>>()?;
+        // Called once all bytes are lent. The library copies them within this call.
         let call = |bytes: &[&[u8]]| {
             let mut tensors = Vec::with_capacity(bytes.len() + extra.len());
             let lent = self.tensors.iter().zip(&spans).zip(&strides).zip(bytes);
@@ -397,6 +408,7 @@ impl NamedTensor {
         let data = match strides {
             None => TensorRef::new(self.dtype, &self.shape, bytes),
             Some(strides) => {
+                // The offset of the first element, in elements, within the bytes that are lent.
                 let offset = (span.before / self.size()) as u64;
                 TensorRef::strided(self.dtype, &self.shape, strides, offset, bytes)
             }
@@ -429,15 +441,18 @@ impl NamedTensor {
 
     /// Bytes before the first element, and bytes in all, that strides reach.
     fn reach(&self, strides: &[i64]) -> Result<(usize, usize)> {
+        // An empty tensor reaches nothing, whatever its strides.
         if self.len == 0 {
             return Ok((0, 0));
         }
+        // Dtypes of less than a byte have no address for each element.
         let Some(size) = self.dtype.bytes() else {
             let why = "its elements share bytes, so it has no strides";
             return Err(failed(&self.name, why));
         };
         let size = size as usize;
         let (mut low, mut high) = (0_i64, 0_i64);
+        // Each dimension reaches from its first index to its last, forwards or backwards.
         for (len, stride) in self.shape.iter().zip(strides) {
             let reach = i64::try_from(len - 1)
                 .ok()
@@ -464,6 +479,7 @@ impl Streamed {
     /// Copies a tensor to its place: Python makes it, and the copy needs no interpreter.
     #[expect(unsafe_code, reason = "it vouches for the addresses")]
     fn write(&self, index: usize, place: &mut [u8]) -> std::io::Result<()> {
+        // The lock is taken only to have Python make the tensor. The copy runs without it.
         let fetched = Python::try_attach(|py| {
             let address = self.fetch.bind(py).call1((index,))?;
             address.extract::<RawAddress>()
@@ -493,6 +509,8 @@ impl WeightExtractor for Streamed {
     }
 
     fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
+        // One closure for each tensor: the library calls them in order, each with its place in the
+        // slot.
         let reads = (0..self.layout.len()).map(|index| {
             move |place: &mut [u8]| -> std::io::Result<()> { self.write(index, place) }
         });
@@ -528,6 +546,7 @@ impl WeightExtractor for Placed {
 
     fn ties(&self) -> Result<Vec<(String, String)>> {
         let mut ties = Vec::new();
+        // Names with one address are ties.
         self.lend(&mut |tensors| {
             ties = find_ties(tensors);
             Ok(())

@@ -34,6 +34,7 @@ type Asked = (
 impl Store {
     #[new]
     fn new(py: Python<'_>, address: &str) -> PyResult<Self> {
+        // Opening may read an object store, so the lock is released.
         released(py, || Ok(Self(weightsync_store::Store::open(address)?)))
     }
 
@@ -55,6 +56,7 @@ impl Store {
         timeout: Option<Seconds>,
     ) -> PyResult<Option<Snapshot>> {
         let (timeout, which, model) = (timeout_of(timeout), which(asked)?, model_of(model)?);
+        // The wait ends with a signal's exception like any other.
         let loaded = released(py, || {
             Ok(self.0.wait_one(&which, model.as_ref(), timeout)?)
         })?;
@@ -163,6 +165,7 @@ impl Store {
     /// Takes the store over as its writer.
     fn writer(&self, py: Python<'_>, options: Options) -> PyResult<Writer> {
         let options = options.chosen(py)?;
+        // From the claim on, an earlier writer of the store is fenced off.
         let writer = released(py, || {
             Ok(weightsync_store::Writer::claim(&self.0, options)?)
         })?;
@@ -234,6 +237,7 @@ impl Writer {
             let models = models.iter().map(|(name, source, number)| {
                 let id = ModelId::new(name)?;
                 let version = number.unwrap_or_else(|| writer.version(&id).next());
+                // A copy of the weights as they are now, with the number that the save gives them.
                 weightsync_engine::Snapshot::of(name, *source, writer.run(), version)
             });
             let models = models.collect::<Result<Vec<_>, Error>>()?;
@@ -262,6 +266,7 @@ impl Writer {
 
     /// A thread that saves with this writer, which is of no other use then.
     fn saver(&self, py: Python<'_>) -> PyResult<Saver> {
+        // The writer moves to the saver's thread. Later calls on this object find none.
         let saver = self.0.with(py, "connect", |writer| match writer.take() {
             Some(writer) => Ok(Some(weightsync_store::Saver::start(writer)?)),
             None => Ok(None),
@@ -298,6 +303,8 @@ pub struct Saver(Mutex<Option<Arc<weightsync_store::Saver>>>);
 impl Saver {
     /// Saves versions of some models after the one that is being saved.
     fn save(&self, models: Vec<PyRef<'_, Snapshot>>) -> PyResult<Saving> {
+        // A reference of its own: `close` in another thread takes the saver while this call uses
+        // it.
         let saver = self
             .0
             .lock()
@@ -311,6 +318,7 @@ impl Saver {
     /// Saves what waits, and ends the thread; or, without the wait, leaves that to the thread.
     fn close(&self, py: Python<'_>, waits: bool) {
         let saver = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // Ending the thread waits for saves, which take as long as the store does.
         py.detach(|| match saver {
             Some(saver) if !waits => {
                 // Another thread that saves at this moment ends it.
@@ -328,6 +336,7 @@ impl Drop for Saver {
         let saver = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Some(saver) = saver.take() {
             // It saves what waits, which takes long: other threads of Python go on meanwhile.
+            // After the interpreter's end the closure is dropped unused, and the saver with it.
             Python::try_attach(|py| py.detach(|| drop(saver)));
         }
     }
@@ -343,6 +352,7 @@ impl Saving {
     /// deadline.
     fn wait(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<Option<Ended>> {
         let timeout = timeout_of(timeout);
+        // Only the wait ends at the timeout. The save goes on.
         let outcome = released(py, || Ok(self.0.wait(timeout)?))?;
         Ok(outcome.map(|outcome| match outcome {
             SaveOutcome::Durable(version) => ("durable", Some(saved(&version)), None),

@@ -180,6 +180,7 @@ impl Synchronizer {
         ) -> Result<T, Error>
         + Send,
     ) -> PyResult<T> {
+        // After a shutdown there is nothing to call: the wait counts as ended.
         let call = |sync: &mut Option<_>, left| match sync {
             Some(sync) => call(sync, left),
             None => Err(Error::Interrupted),
@@ -229,9 +230,12 @@ impl SyncTrainer {
         publish: Py<PyAny>,
         watch: Option<Py<PyAny>>,
     ) -> PyResult<()> {
+        // What the callback raises is kept here, because it passes through the library as another
+        // error.
         let (mut raised, timeout) = (None, timeout_of(timeout));
         let done = self.with(py, "first", (timeout, watch), |trainer, left| {
             trainer.first(left, |version| {
+                // The callback takes the lock for its own time. The waits around it run without.
                 called(&mut raised, |py| publish.call1(py, (version.0,)).map(drop))
             })
         });
@@ -251,6 +255,7 @@ impl SyncTrainer {
         let done = self.with(py, "sync", (timeout, watch), |trainer, rest| {
             let published = trainer.sync(step.0, rest, |version, until| {
                 called(&mut raised, |py| {
+                    // The callback gets what is left of the timeout.
                     publish.call1(py, (version.0, left(until))).map(drop)
                 })
             });
@@ -365,6 +370,7 @@ impl SyncExplorer {
         let mut raised = None;
         let begun = Instant::now();
         let done = self.with(py, "load", (None, watch), |explorer, _| {
+            // First, so that the callback knows where to read.
             let store = explorer.store()?;
             let loaded = called(&mut raised, |py| {
                 let loaded: Number = load.call1(py, (store,))?.extract(py)?;
@@ -436,11 +442,17 @@ fn called<T>(
     raised: &mut Option<PyErr>,
     call: impl FnOnce(Python<'_>) -> PyResult<T>,
 ) -> Result<T, Error> {
+    // The library calls this without the lock, in the thread of the call.
     let done = attached(|py| {
         call(py).map_err(|error| {
+            // `KeyboardInterrupt` and `SystemExit` are no `Exception`: they end the waits and are
+            // no failure of a version.
             let is_signal = !error.is_instance_of::<pyo3::exceptions::PyException>(py);
+            // The package's exceptions say what a caller can do. The library decides by that
+            // whether the party goes on.
             let remedy = error.value(py).getattr("remedy");
             let remedy: Option<String> = remedy.and_then(|remedy| remedy.extract()).ok();
+            // Kept for the caller, who gets the exception itself.
             *raised = Some(error.clone_ref(py));
             match (is_signal, remedy.as_deref()) {
                 (true, _) => Error::Interrupted,
@@ -455,12 +467,14 @@ fn called<T>(
             }
         })
     });
+    // No interpreter any more: the call ends like an interrupted one.
     done.unwrap_or(Err(Error::Interrupted))
 }
 
 /// What the callback has raised, if the call failed by it.
 fn of_callback<T>(done: PyResult<T>, raised: Option<PyErr>) -> PyResult<T> {
     match (done, raised) {
+        // The library's error only carries what was raised.
         (Err(_), Some(raised)) => Err(raised),
         (done, _) => done,
     }
@@ -493,6 +507,7 @@ fn method_of(word: Option<&str>) -> Result<Option<Method>, Error> {
 }
 
 fn style_of((word, interval, offset, lag): &Words) -> Result<Option<Style>, Error> {
+    // Without any word the synchronizer's own style holds.
     let word = match (word, interval, offset, lag) {
         (None, None, None, None) => return Ok(None),
         (None, ..) => "fixed",

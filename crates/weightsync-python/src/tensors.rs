@@ -62,12 +62,15 @@ impl DictTensors {
         let Some(exchange) = Exchange::of(class)? else {
             return Ok(None);
         };
+        // Looked at once, when the module is walked for the first time. Later calls compare.
         let mut found = Vec::with_capacity(places.len());
         for (dict, key) in places {
             let tensor = dict.get_item(&key)?;
+            // Another class has no exchange functions, so its memory cannot be looked at here.
             let Some(tensor) = tensor.and_then(|tensor| exchange.admit(&tensor)) else {
                 return Ok(None);
             };
+            // It has no memory of its own to look at.
             let Ok(expected) = exchange.look(py, &tensor, |seen| Expected::of(&seen)) else {
                 return Ok(None);
             };
@@ -112,6 +115,8 @@ impl DictTensors {
 
     /// A module may refer to its receiver, and this refers to the module's dicts.
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        // Without this, a module that refers to its receiver would never be collected: the cycle
+        // goes through these references.
         for place in &self.places {
             visit.call(&place.dict)?;
             visit.call(place.tensor.object())?;
@@ -159,6 +164,7 @@ impl Copies {
         sent: &weightsync_engine::Layout,
     ) -> PyResult<Option<Vec<(usize, RawAddress)>>> {
         let tensors = self.tensors.get();
+        // The sizes are checked before an address is used, so a copy never writes past a tensor.
         let fits = |(own, sent_at): &(usize, usize)| {
             let own = tensors.places.get(*own)?.expected.bytes()?;
             (sent.tensors().get(*sent_at)?.range.len == own).then_some(())
@@ -167,9 +173,13 @@ impl Copies {
             return Ok(None);
         }
         let own = self.pairs.iter().map(|(own, _)| *own);
+        // A lazy tensor stands for other values than its memory has: bytes that are copied there
+        // would be read negated or conjugated.
         if tensors.any_lazy(py, own.clone())? {
             return Ok(None);
         }
+        // The addresses are looked up at each load: a parameter may have got other memory
+        // meanwhile.
         let Some(addresses) = tensors.row_major(py, own)? else {
             return Ok(None);
         };
@@ -187,10 +197,13 @@ impl DictTensors {
             strides: Vec::new(),
         };
         let all = self.each(py, |index, seen| {
+            // Collected in the walk that checks: with ten thousand tensors a second walk would
+            // show.
             memory.addresses.push(seen.address);
             if !is_row_major(&seen) {
                 memory.strides.push((index, seen.strides.to_vec()));
             }
+            // Memory of a device cannot be read here.
             seen.device.is_host()
         })?;
         if !all || self.any_lazy(py, 0..self.places.len())? {
@@ -230,6 +243,7 @@ impl DictTensors {
         py: Python<'_>,
         mut look: impl FnMut(usize, TensorInfo<'_>) -> bool,
     ) -> PyResult<bool> {
+        // A parameter that was added or removed changes the size of its dict.
         if self
             .sizes
             .iter()
@@ -245,9 +259,11 @@ impl DictTensors {
         }
         for (index, place) in self.places.iter().enumerate() {
             let now = place.dict.bind(py).get_item(place.key.bind(py))?;
+            // By identity: a new tensor under an old name may have another dtype or shape.
             if now.is_none_or(|now| !now.is(place.tensor.object())) {
                 return Ok(false);
             }
+            // Dtype, shape and order are those of the first walk. Only the address may differ.
             let good = self.exchange.look(py, &place.tensor, |seen| {
                 place.expected == seen && look(index, seen)
             });
@@ -262,6 +278,7 @@ impl DictTensors {
     /// Whether values of these have yet to be negated or conjugated. Only torch can say, and is
     /// asked where that can be: such a tensor is complex, or a view of every second number of one.
     fn any_lazy(&self, py: Python<'_>, which: impl Iterator<Item = usize>) -> PyResult<bool> {
+        // For all other tensors the question needs no call of Python.
         let places = which.filter_map(|index| self.places.get(index));
         for place in places.filter(|place| place.expected.may_be_lazy()) {
             let tensor = place.tensor.object().bind(py);
@@ -299,6 +316,8 @@ impl Expected {
     fn may_be_lazy(&self) -> bool {
         const FLOAT: u8 = 2;
         const COMPLEX: u8 = 5;
+        // The imaginary part of a conjugated tensor is a view of floats, with a stride of two, that
+        // has yet to be negated.
         match self.dtype.0 {
             COMPLEX => true,
             FLOAT => self.shape.is_empty() || !self.new_strides,
@@ -344,6 +363,7 @@ fn has_strides(seen: &TensorInfo<'_>, counts: impl Fn(i64) -> bool) -> bool {
     if seen.shape.contains(&0) {
         return true;
     }
+    // From the last dimension to the first.
     let mut step = 1;
     let dimensions = seen.shape.iter().zip(seen.strides).rev();
     for (len, stride) in dimensions {

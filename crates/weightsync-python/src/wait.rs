@@ -32,7 +32,10 @@ pub fn released_until<T: Send>(
     call: impl FnOnce() -> Result<T, Error> + Send,
 ) -> PyResult<T> {
     let mut raised = None;
+    // Everything that waits or copies runs without the interpreter's lock, so the other threads of
+    // Python go on.
     let done = py.detach(|| {
+        // Called from time to time by the wait, in this thread.
         let check = || {
             raised = looked(watch);
             raised.is_some() || ending.load(Ordering::SeqCst)
@@ -136,6 +139,7 @@ impl<T: Send> Turns<T> {
     ) -> PyResult<Option<R>> {
         match self.turn(py, name, timeout, None)? {
             Ok(turn) => self.made(py, turn, None, call),
+            // The timeout is an answer here, also that of the wait for the turn.
             Err(_) => Ok(None),
         }
     }
@@ -151,6 +155,8 @@ impl<T: Send> Turns<T> {
             let mut said = self.why.lock().unwrap_or_else(PoisonError::into_inner);
             said.get_or_insert(why);
         }
+        // Set before the lock is asked for: the call that has the value looks at it in its next
+        // wait.
         self.ending.store(true, Ordering::SeqCst);
         let by = self.lock().by;
         if by.is_some_and(|by| by.thread == std::thread::current().id()) {
@@ -163,6 +169,7 @@ impl<T: Send> Turns<T> {
 
     /// Ends it where nobody will call it any more, unless it was ended before.
     pub fn abandon(&mut self, why: &str) {
+        // In a forked child the ends belong to the parent.
         if !*self.ending.get_mut() && self.origin.is_here() {
             let held = self.held.get_mut();
             let held = held.unwrap_or_else(PoisonError::into_inner);
@@ -198,18 +205,24 @@ impl<T: Send> Turns<T> {
         timeout: Option<Duration>,
         watch: Option<&Py<PyAny>>,
     ) -> PyResult<Result<Turn<'_, T>, TurnHolder>> {
+        // A deadline beyond the clock's range is none.
         let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut left = timeout;
         let me = TurnHolder {
             call,
             thread: std::thread::current().id(),
+            // The number is for the error that another thread gets.
             number: thread_number(py)?,
         };
         loop {
+            // Short slices: a condition variable does not wake for a signal.
             let slice = left.map_or(SLICE, |left| left.min(SLICE));
             let taken = py.detach(|| {
                 let mut held = self.lock();
+                // A thread that has the value is inside a call of its own, such as a model's
+                // `load`. To wait would be for ever.
                 let is_mine = held.by.is_some_and(|by| by.thread == me.thread);
+                // In a forked child nobody gives the value back, so the wait is left out.
                 if held.value.is_none() && !is_mine && self.origin.is_here() {
                     let waited = self.free.wait_timeout(held, slice);
                     held = waited.unwrap_or_else(PoisonError::into_inner).0;
@@ -257,6 +270,8 @@ struct Turn<'a, T> {
 
 impl<T> Drop for Turn<'_, T> {
     fn drop(&mut self) {
+        // Ended while the call had the value: the end is made here, in the thread that is allowed
+        // to use it.
         if let (Some(value), true) = (&mut self.value, self.of.ending.load(Ordering::SeqCst)) {
             let why = self
                 .of
@@ -266,12 +281,14 @@ impl<T> Drop for Turn<'_, T> {
                 .clone();
             (self.of.end)(value, why.as_deref());
         }
+        // Also after a panic, so the next thread does not wait for ever.
         let mut held = self.of.held.lock().unwrap_or_else(PoisonError::into_inner);
         *held = TurnsState {
             value: self.value.take(),
             by: None,
         };
         drop(held);
+        // One value, so one waiter is enough.
         self.of.free.notify_one();
     }
 }
@@ -288,7 +305,9 @@ fn thread_number(py: Python<'_>) -> PyResult<u64> {
 
 /// Logs queued messages, and returns the exception of a signal handler or of `watch`, if any.
 fn looked(watch: Option<&Py<PyAny>>) -> Option<PyErr> {
+    // After the end of the interpreter nothing is to be looked at.
     let looked = Python::try_attach(|py| {
+        // Signals first. Only the main thread has their handlers: in others this does nothing.
         py.check_signals()?;
         crate::log::flush(py);
         watch.map_or(Ok(()), |watch| watch.call0(py).map(drop))

@@ -131,6 +131,7 @@ impl Actions {
     fn are(&self, frames: usize) -> bool {
         match self {
             Actions::Discrete(actions) => actions.len() == frames,
+            // The number of quantities comes from a worker, so the product may overflow.
             Actions::Continuous { values, len } => frames.checked_mul(*len) == Some(values.len()),
         }
     }
@@ -142,8 +143,10 @@ impl Actions {
                 all.extend_from_slice(&other[frames]);
             }
             (Actions::Continuous { values, len }, Actions::Continuous { values: other, .. }) => {
+                // All actions of a batch have one length.
                 values.extend_from_slice(&other[frames.start * *len..frames.end * *len]);
             }
+            // Batches of one task have one kind. `cat` has checked it.
             (all, other) => debug_assert_eq!(all.kind(), other.kind()),
         }
     }
@@ -243,6 +246,7 @@ impl Frames {
         {
             return Ok(());
         }
+        // Only after the pass above has found something: this one keeps places, and is slower.
         let wrong =
             columns
                 .iter()
@@ -251,7 +255,9 @@ impl Frames {
                     let values = values.iter().enumerate();
                     let places = values
                         .filter(|(_, value)| value.is_nan() || value.abs() > *most)
+                        // Row-major again: time is the remainder, the environment the quotient.
                         .map(|(at, value)| (at / len % steps, order, at / len / steps, value));
+                    // The earliest step. Within it, the first environment.
                     let (step, order, env, got) = places.min_by_key(|place| (place.0, place.2))?;
                     Some((
                         (step, order),
@@ -263,6 +269,8 @@ impl Frames {
                         },
                     ))
                 });
+        // The earliest step of all columns. Within it, the column that comes first in a step,
+        // because it led to the others.
         match wrong.min_by_key(|(place, _)| *place) {
             Some((_, error)) => Err(error),
             None => Ok(()),
@@ -278,11 +286,13 @@ impl Frames {
         let Some(first) = parts.first() else {
             return Ok(Frames::default());
         };
+        // All columns are copied by the first one's shape.
         for part in &parts {
             part.check(&first.shape, first.observation_len, first.actions.kind())?;
         }
         let mut shape = first.shape.clone();
         let (len, steps) = (first.len(), first.steps());
+        // Only the shape differs between the ways, but for the order of rows with `Last`.
         match (how, shape.as_mut_slice()) {
             (CatResults::First, [first, ..]) => *first *= count,
             (CatResults::Last, [.., last]) => *last *= count,
@@ -341,6 +351,7 @@ impl Frames {
         observation_len: usize,
         actions: ActionKind,
     ) -> Result<(), Error> {
+        // The product is of the shape that was asked for, and not of the frames' own.
         let len: usize = shape.iter().product();
         let fits = self.shape == shape
             && self.observation_len == observation_len
@@ -354,6 +365,7 @@ impl Frames {
             && self.truncated.len() == len
             && self.policy_versions.len() == len
             && self.traj_ids.len() == len
+            // An episode ends with a frame, so there are at most as many.
             && self.episodes.len() <= len;
         if fits {
             Ok(())

@@ -101,10 +101,14 @@ impl<E: Env> Rollout<E> {
 impl<B: Envs> Stepping<B> {
     /// Takes over environments at the start of their episodes.
     pub fn new(envs: B, seed: u64, options: RolloutOptions) -> Self {
+        // Actions and environments draw from generators of different seeds, so neither changes what
+        // the other sees.
         let mut seeds = actions_rng(seed);
         let count = envs.len();
         Self {
             envs,
+            // Forked in the order of the environments: the first ones draw alike, however many
+            // there are.
             rngs: (0..count).map(|_| seeds.fork()).collect(),
             episodes: vec![Episode::default(); count],
             trajectories: TrajectoryIds::new(count),
@@ -119,6 +123,7 @@ impl<B: Envs> Stepping<B> {
         version: u64,
         steps: usize,
     ) -> Result<Frames, B::Error> {
+        // One allocation for all steps.
         let mut scratch = policy.scratch();
         match self.options.exploration {
             Exploration::Random => self.run(version, steps, |observation, rng| {
@@ -143,23 +148,33 @@ impl<B: Envs> Stepping<B> {
         mut choose: impl FnMut(&[f32], &mut EnvRng) -> Choice<B::Action>,
     ) -> Result<Frames, B::Error> {
         let (envs, len) = (self.envs.len(), self.envs.observation_len());
+        // Allocated once. The loop below only writes into it.
         let mut frames = Frames::zeroed(envs, steps, len, B::Action::KIND);
+        // A part without steps only says that the worker has its weights. It begins no episode.
         if self.options.reset_at_each_iter && steps > 0 {
             self.reset_all()?;
         }
+        // Time outside, environments inside: episodes end, and get their ids, in the order of time.
         for t in 0..steps {
             for p in 0..envs {
+                // Row-major `[P, T]`: an environment's steps lie next to each other.
                 let i = p * steps + t;
                 let at = i * len..(i + 1) * len;
                 let observation = &mut frames.observations[at.clone()];
+                // Each observation is written into its place in the batch, without a copy in
+                // between.
                 self.envs.observe_one(p, observation);
                 let choice = choose(observation, &mut self.rngs[p]);
+                // The generator is the environment's own.
                 let mut transition = self.envs.step(p, choice.action)?;
+                // Before any reset: the last frame of an episode leads to its final state.
                 self.envs.observe_one(p, &mut frames.next_observations[at]);
 
                 let episode = &mut self.episodes[p];
                 episode.reward += transition.reward;
                 episode.steps += 1;
+                // The task's own limit may have truncated it already. A limit of 0 is never
+                // reached, because a step was counted.
                 transition.truncated |= episode.steps == self.options.max_frames_per_traj;
 
                 choice.action.store(i, &mut frames.actions);
@@ -168,6 +183,7 @@ impl<B: Envs> Stepping<B> {
                 frames.terminated[i] = transition.terminated;
                 frames.truncated[i] = transition.truncated;
                 frames.policy_versions[i] = version;
+                // Before the reset, which gives the environment a new id.
                 frames.traj_ids[i] = self.trajectories.of(p);
                 if transition.done() {
                     frames.episodes.push(*episode);
@@ -194,6 +210,7 @@ impl<B: Envs> Stepping<B> {
 
 /// The generator of actions. Environments take theirs from `seed` itself.
 fn actions_rng(seed: u64) -> EnvRng {
+    // The golden ratio in 64 bits: any fixed number would do that makes the two seeds differ.
     EnvRng::seed_from_u64(seed ^ 0x9e37_79b9_7f4a_7c15)
 }
 

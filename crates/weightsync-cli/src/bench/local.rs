@@ -110,6 +110,7 @@ impl DistributedArgs {
     /// What is sent: other bytes each time, unless something else is asked for.
     pub(super) fn case(&self) -> LocalArgs {
         let mut case = self.case.clone();
+        // Over a network, a model without changes would hardly travel.
         case.changed.get_or_insert(100.0);
         case
     }
@@ -247,6 +248,7 @@ pub fn measure(scheme: &AnyScheme, args: &LocalArgs) -> Result<Figures, Box<dyn 
     let bytes = running.source.bytes();
     let mut baseline = Baseline::new(bytes as usize);
     let mut rounds = args.rounds.unwrap_or(0);
+    // Copies and sends alternate, so both meet the machine in the same state.
     let (mut copies, mut sends, mut afters) =
         (Times::default(), Times::default(), Times::default());
     // The first rounds warm caches and fault in what is lazy.
@@ -255,6 +257,7 @@ pub fn measure(scheme: &AnyScheme, args: &LocalArgs) -> Result<Figures, Box<dyn 
         running.send()?;
     }
     if rounds == 0 {
+        // Two rounds tell how many fit two seconds. At least 9 are made.
         let (once, again) = (baseline.copy(), running.send()?.0);
         rounds = (2.0 / (once + again).as_secs_f64()).clamp(9.0, 20_000.0) as u32;
     }
@@ -264,7 +267,9 @@ pub fn measure(scheme: &AnyScheme, args: &LocalArgs) -> Result<Figures, Box<dyn 
         sends.push(took);
         afters.push(after);
     }
+    // Its memory is not the library's, so it does not count below.
     drop(baseline);
+    // While the workers still live.
     let memory_bytes = memory_of(&running.workers)?;
     let first = running.first;
     running.end();
@@ -304,8 +309,10 @@ impl RunningBench {
     /// Starts the workers and brings them the first version.
     pub fn start(scheme: &AnyScheme, args: &LocalArgs) -> Result<Self, Box<dyn Error>> {
         let source = BenchModels::checked(args)?;
+        // The first figure includes starting the workers, as a user meets it.
         let began = Instant::now();
         let setup = source.arranged(scheme, args)?;
+        // Before `connect`, which waits for them.
         let workers = start_workers(setup.init_info(), args)?;
         let expect = Expect::Count(args.readers);
         let sender = setup.connect(&source, expect, Some(PATIENCE))?;
@@ -331,6 +338,7 @@ impl RunningBench {
         let began = Instant::now();
         let setup = source.arranged(scheme, args)?;
         let info = setup.init_info();
+        // No worker is waited for: some of what is measured needs the sender first.
         let mut sender = setup.connect(&source, Expect::Count(0), Some(PATIENCE))?;
         let beside = beside(&info)?;
         let workers = start_workers(info, args)?;
@@ -350,6 +358,7 @@ impl RunningBench {
     /// One send: how long until the version was live everywhere, and how much of
     /// that came after it was live here.
     pub fn send(&mut self) -> Result<(Duration, Duration), Box<dyn Error>> {
+        // Outside of the time that is measured.
         if let Some(percent) = self.changed {
             self.sent += 1;
             self.source.change(percent, self.sent)?;
@@ -357,6 +366,7 @@ impl RunningBench {
         let report = if self.loan {
             let mut loan = self.sender.loan()?;
             let (_, source) = &self.source.models[0];
+            // By a loan the trainer writes into the slot, so the time begins with the last byte.
             for (place, name) in loan.tensors_mut().into_iter().zip(source.names()) {
                 place.copy_from_slice(source.tensor(name)?.bytes());
             }
@@ -364,17 +374,20 @@ impl RunningBench {
         } else {
             self.sender.send(&self.source)?
         };
+        // A send that some worker did not load would make a figure of something else.
         if !report.all_applied() {
             return Err(report.to_string().into());
         }
         let lines = report.workers.iter();
         let after = lines.map(|line| line.after).max().unwrap_or_default();
+        // With a loan, the time of the copy is the trainer's own work.
         Ok((if self.loan { after } else { report.took }, after))
     }
 
     /// Closes the sender, which ends the workers.
     pub fn end(self) {
         drop(self.sender);
+        // Workers that hang are ended, so that no process outlives the benchmark.
         self.workers.shutdown(Some(Duration::from_secs(20)));
     }
 }
@@ -417,8 +430,10 @@ impl BenchModels {
             )
             .into());
         }
+        // Rounded up, so the model has at least the bytes that were asked for.
         let elements = (args.size.0 / 2).div_ceil(tensors);
         let models = (0..models).map(|model| {
+            // Divided evenly: the shares differ by one tensor at most.
             let share = model * tensors / models..(model + 1) * tensors / models;
             let layout = Layout::new(share.map(|index| {
                 let name = format!("layers.{index}.weight");
@@ -473,12 +488,14 @@ impl BenchModels {
     /// Changes so many percent of the elements, in every round others, by one unit in the
     /// last place; by 100 all become others, about which those before say nothing.
     pub fn change(&mut self, percent: f64, round: u64) -> Result<(), weightsync_engine::Error> {
+        // A seed for each round: every run of the benchmark changes equal elements.
         let mut random = SmallRng::seed_from_u64(round);
         for (_, tensors) in &mut self.models {
             let names: Vec<String> = tensors.names().map(str::to_owned).collect();
             for name in names {
                 let elements = tensors.slice_mut::<half::bf16>(&name)?;
                 if percent >= 100.0 {
+                    // One random number serves four elements, which makes the change quicker.
                     for some in elements.chunks_mut(4) {
                         let bits: u64 = random.random();
                         for (element, shift) in some.iter_mut().zip([0, 16, 32, 48]) {
@@ -488,6 +505,8 @@ impl BenchModels {
                     continue;
                 }
                 // From one change to the next.
+                // The gaps between changes are geometrically distributed, so the work grows with
+                // the changes and not with the model.
                 let all = (1.0 - percent / 100.0).ln();
                 let mut at = 0;
                 if percent <= 0.0 {
@@ -500,6 +519,7 @@ impl BenchModels {
                         break;
                     };
                     let bits = element.to_bits();
+                    // The lowest bit of the fraction is as good as a coin.
                     *element = half::bf16::from_bits(match dice.to_bits() & 1 {
                         0 => bits.wrapping_add(1),
                         _ => bits.wrapping_sub(1),
@@ -542,6 +562,7 @@ const APART: usize = 2048;
 impl Baseline {
     /// Buffers of so many bytes.
     pub fn new(bytes: usize) -> Self {
+        // Written here, so that the copy meets no page faults.
         Self {
             from: vec![1; bytes + APART],
             to: vec![2; bytes],
@@ -552,6 +573,7 @@ impl Baseline {
     pub fn copy(&mut self) -> Duration {
         let bytes = self.to.len();
         let began = Instant::now();
+        // Without `black_box` the compiler may leave out a copy that nobody reads.
         self.to
             .copy_from_slice(std::hint::black_box(&self.from[..bytes]));
         std::hint::black_box(&self.to);
@@ -580,6 +602,7 @@ fn memory_of(workers: &Workers) -> Result<u64, Box<dyn Error>> {
     let pids = (0..workers.len()).filter_map(|worker| workers.pid(worker));
     let mut total = 0;
     for pid in pids.chain([std::process::id()]) {
+        // A shared page counts to each process by its part, so the sum has it once.
         for (file, name) in [("smaps_rollup", "Pss:"), ("status", "VmPTE:")] {
             let text = std::fs::read_to_string(format!("/proc/{pid}/{file}"))?;
             let line = text.lines().find_map(|line| line.strip_prefix(name));

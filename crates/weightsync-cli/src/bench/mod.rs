@@ -49,6 +49,7 @@ pub(crate) fn run(args: BenchArgs, program: &Program) -> Result<u8, Box<dyn Erro
             return Ok(SUCCESS);
         }
     };
+    // The worker processes are started as this command was.
     case.program.clone_from(&program.itself);
     local::run(&scheme, &case)?;
     Ok(SUCCESS)

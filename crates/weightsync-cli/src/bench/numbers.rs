@@ -24,6 +24,7 @@ impl FromStr for Size {
             )
         };
         let text = text.trim();
+        // The unit begins at the first letter, so a space before it is allowed.
         let unit_at = text
             .find(|c: char| c.is_ascii_alphabetic())
             .unwrap_or(text.len());
@@ -84,6 +85,7 @@ impl Times {
     pub fn percentile(&self, percent: usize) -> Duration {
         let mut sorted = self.0.clone();
         sorted.sort();
+        // The nearest rank: a time that was measured, and not a value between two.
         let rank = (sorted.len() * percent).div_ceil(100).max(1) - 1;
         sorted.get(rank).copied().unwrap_or_default()
     }

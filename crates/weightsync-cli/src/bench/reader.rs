@@ -38,14 +38,17 @@ pub(super) fn run() -> Result<(), Box<dyn Error>> {
     let process =
         worker::current()?.ok_or("this subcommand is for worker processes of a benchmark")?;
     let task: ReaderTask = process.init_value()?;
+    // Several receivers share one thread, which must not spin for one of them.
     let several = task.receivers > 1;
     let wait = match task.sleeps || several {
         true => WaitStyle::Sleep,
         false => WaitStyle::YieldThenSleep,
     };
+    // Before the first joins: each takes descriptors for its slots.
     if several {
         allow_files(FILES * u64::from(task.receivers))?;
     }
+    // Numbers follow each other across the processes.
     let first = process.index() as u32 * task.receivers;
     let receivers = (first..first + task.receivers).map(|worker| {
         let setup = ReceiverSetup::new(task.info.clone(), worker).wait_style(wait);
@@ -57,10 +60,12 @@ pub(super) fn run() -> Result<(), Box<dyn Error>> {
     });
     let mut workers = receivers.collect::<Result<Vec<_>, weightsync_engine::Error>>()?;
     let ended = match &mut workers[..] {
+        // With one receiver the thread sleeps in `recv`, as a worker does.
         [one] => until_closed(|| {
             one.live = Some(one.receiver.set().recv()?);
             Ok(())
         }),
+        // With several, none may hold the thread up, so each is only looked at.
         all => until_closed(|| {
             for one in all.iter_mut() {
                 if let Some(next) = one.receiver.set().try_recv()? {
@@ -87,6 +92,7 @@ fn until_closed(
     loop {
         match receive() {
             Ok(()) => {}
+            // The sender ends the benchmark.
             Err(weightsync_engine::Error::SenderClosed) => return Ok(()),
             Err(error) => return Err(error),
         }
@@ -97,6 +103,7 @@ fn until_closed(
 fn allow_files(more: u64) -> Result<(), Box<dyn Error>> {
     let limit = getrlimit(Resource::Nofile);
     let wanted = more + 1024;
+    // Room for the process's own files as well.
     if limit.current.is_none_or(|current| current >= wanted) {
         return Ok(());
     }

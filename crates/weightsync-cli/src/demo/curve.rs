@@ -23,6 +23,7 @@ pub struct Curve {
 impl Curve {
     pub fn add(&mut self, frames: &Frames) {
         self.frames += frames.len();
+        // Episodes that ended in this batch all count at its end.
         for episode in &frames.episodes {
             let reward = f64::from(episode.reward);
             self.last.push_back(reward);

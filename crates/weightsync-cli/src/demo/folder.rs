@@ -46,6 +46,7 @@ impl FolderChoice {
         let Some(path) = self.named else {
             return create_fresh();
         };
+        // A folder that was there before is never removed.
         let remove = !path.exists();
         fs::create_dir_all(&path).map_err(|error| in_words(&path, &error))?;
         Ok(Folder { path, remove })
@@ -93,6 +94,7 @@ fn create_fresh() -> io::Result<Folder> {
             1 => PathBuf::from(DEFAULT),
             _ => PathBuf::from(format!("{DEFAULT}-{number}")),
         };
+        // Creating tells whether it exists: to look first would be a race with another demo.
         match fs::create_dir(&path) {
             Ok(()) => return Ok(Folder { path, remove: true }),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}

@@ -88,6 +88,7 @@ impl Job {
         algorithm: Option<Algorithm>,
         goal: Option<f64>,
     ) -> Result<Self, Box<dyn Error>> {
+        // The task of Gymnasium is asked first: goal and algorithm depend on it.
         let task = environment.task(python)?;
         let name = task.name();
         let algorithm = algorithm.unwrap_or(match name {
@@ -106,6 +107,7 @@ impl Job {
             Task::Gym(gym) => gym.reward_threshold().map(f64::from),
             _ => None,
         };
+        // The user's goal comes first, then that of the task.
         let goal = goal.or(match name {
             "CartPole-v1" => Some(475.0),
             "Acrobot-v1" => Some(-100.0),

@@ -78,11 +78,14 @@ pub struct DemoArgs {
 /// The exit code is 0 if the goal was reached, 1 if it was not reached in time,
 /// and 128 plus its number after a signal.
 pub fn run(args: &DemoArgs) -> Result<u8, Box<dyn Error>> {
+    // A worker process runs this command too, and has nothing to do with the rest.
     if let Some(process) = worker::current()? {
         collector::serve(&process)?;
         return Ok(SUCCESS);
     }
+    // From here on a signal ends the demo between two batches.
     let signals = Signals::watch()?;
+    // A folder that cannot be written is told before the training, not after it.
     let place = FolderChoice::check(args.out.as_deref())?;
     let job = Job::new(args.env.clone(), &args.python, args.algo, args.goal)?;
     let goal = job.goal;
@@ -90,11 +93,15 @@ pub fn run(args: &DemoArgs) -> Result<u8, Box<dyn Error>> {
     let mut progress = ProgressDisplay::new(&job, usize::from(args.workers));
     let mut training = Training::start(args, job)?;
     loop {
+        // Short waits, so a worker that hangs does not keep the loop from looking at signals and
+        // the time.
         let left = limit.saturating_sub(training.begun.elapsed());
         training.collector.set_deadline(left.min(PATIENCE));
         let frames = training.collect(&mut progress)?;
+        // Checked before learning: the policy that reached the goal is the one that is saved.
         if training.curve.mean().is_some_and(|mean| mean >= goal) {
             progress.finish();
+            // Before the files are written, which may fail.
             training.summary(true, &mut progress);
             training.save(place, &mut progress)?;
             return Ok(SUCCESS);
@@ -110,6 +117,7 @@ pub fn run(args: &DemoArgs) -> Result<u8, Box<dyn Error>> {
             training.summary(false, &mut progress);
             return Ok(FAILURE);
         }
+        // Without frames, because the batch took too long, the loop only looks again.
         if let Some(frames) = frames {
             training.learn(&frames, &mut progress)?;
         }
@@ -152,6 +160,7 @@ impl Training {
                 .seed(args.seed)
                 .spawn(spawn);
             DemoWorkers::Async(match job.algorithm {
+                // DQN learns from frames of any age, so it needs no limit.
                 Algorithm::Ppo => builder.max_staleness(MAX_STALENESS).start(weights)?,
                 Algorithm::Dqn => builder.start(weights)?,
             })
@@ -185,6 +194,7 @@ impl Training {
     ) -> Result<Option<Frames>, Box<dyn Error>> {
         let batch = match self.collector.next_batch() {
             Ok(batch) => batch,
+            // The workers go on, and the next call takes what they have.
             Err(error @ rl::Error::CollectTimeout { .. }) => {
                 progress.say(&error.to_string());
                 return Ok(None);
@@ -212,6 +222,7 @@ impl Training {
         frames: &Frames,
         progress: &mut ProgressDisplay,
     ) -> Result<(), Box<dyn Error>> {
+        // Before the update, whose version is newer than all frames.
         let age = self.collector.version().0 - oldest(frames, self.collector.version().0);
         self.learner.learn(frames)?;
         let weights = self.learner.var_map();
@@ -278,13 +289,16 @@ impl Training {
         let (name, algorithm) = (self.job.task.name(), self.job.algorithm.name());
         let title = format!("{name}, {algorithm}, seed {}", self.seed);
         let svg = self.curve.svg(&title, self.job.goal)?;
+        // The first file system change of the demo.
         let folder = place.create()?;
         folder.write("learning.svg", svg.as_bytes())?;
+        // The workers' version, read from the memory that they read.
         let policy = folder.path("policy.safetensors");
         self.collector.snapshot()?.save_safetensors(&policy)?;
         let version = self.collector.version().0;
         progress.say(&format!("wrote {}", folder.path("learning.svg").display()));
         progress.say(&format!("wrote {} (version {version})", policy.display()));
+        // Only with both files in it the folder stays.
         folder.keep();
         Ok(())
     }
@@ -293,6 +307,7 @@ impl Training {
 /// The oldest version that chose an action of some frames, or the newest where
 /// none did.
 fn oldest(frames: &Frames, newest: u64) -> u64 {
+    // Version 0 stands for actions that no weights chose.
     let versions = frames.policy_versions.iter().copied();
     versions
         .filter(|version| *version > 0)

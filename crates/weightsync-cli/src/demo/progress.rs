@@ -49,6 +49,7 @@ pub struct ProgressDisplay {
 
 impl ProgressDisplay {
     pub fn new(job: &Job, workers: usize) -> Self {
+        // A bar that changes in place needs a terminal. Logs get lines.
         let bar = io::stdout().is_terminal().then(|| {
             let target = ProgressDrawTarget::stdout_with_hz(REDRAWS);
             let bar = ProgressBar::with_draw_target(Some(BAR), target);
@@ -72,12 +73,15 @@ impl ProgressDisplay {
         match &self.bar {
             Some(bar) => {
                 if let Some(mean) = status.mean_return {
+                    // The bar begins at the first mean, below the goal, so the division has a
+                    // sense.
                     let first = *self.first.get_or_insert(mean.min(self.goal - 1.0));
                     let part = (mean - first) / (self.goal - first);
                     bar.set_position((part.clamp(0.0, 1.0) * BAR as f64) as u64);
                 }
                 bar.set_message(self.several_lines(status));
             }
+            // Lines that stay come once a second at most.
             None if status.elapsed >= self.next_line => {
                 self.next_line = status.elapsed + INTERVAL;
                 let line = self.one_line(status);
@@ -90,6 +94,7 @@ impl ProgressDisplay {
     /// A line that stays.
     pub fn say(&mut self, line: &str) {
         match &self.bar {
+            // Above the bar, which is drawn again below the line.
             Some(bar) if !bar.is_finished() => bar.println(line),
             // The reader of stdout may be gone: the training is still worth finishing.
             _ => drop(writeln!(io::stdout(), "{line}")),

@@ -117,12 +117,14 @@ pub fn compare(
     b: &SafetensorsFile,
     mut progress: impl FnMut(u64, u64),
 ) -> Result<FileComparison, Box<dyn Error>> {
+    // Only tensors with one dtype and shape in both files are compared.
     let (mut rows, pairs) = pair(&a.layout()?, &b.layout()?);
     // What a sender would have of these tensors: the delta is measured as it would be sent.
     let tensors = pairs.iter().map(|pair| {
         let tensor = &rows[pair.row].tensor;
         (tensor.name.clone(), tensor.dtype, tensor.shape.clone())
     });
+    // The layout of a sender: the delta is coded in its order, with its gaps.
     let image = Layout::new(tensors)?;
     let mut sides = [
         Side::new(a, pairs.iter().map(|pair| pair.a)),
@@ -130,6 +132,7 @@ pub fn compare(
     ];
     let mut coder = Coder::default();
     let (mut tally, mut total) = (Tally::default(), Tally::default());
+    // A span of each file at a time, so the memory does not depend on the size of the files.
     for start in (0..image.bytes()).step_by(SPAN as usize) {
         let span = ByteRange {
             offset: start,
@@ -139,6 +142,7 @@ pub fn compare(
             side.read(&image, span)?;
         }
         let [old, new] = [&sides[0].bytes[..], &sides[1].bytes[..]];
+        // Equal spans need no coding and no counting.
         let differ = old != new;
         if differ {
             coder.code(BitPattern::of_span(&image, start), old, new)?;
@@ -152,7 +156,9 @@ pub fn compare(
             }
             // It may have begun in an earlier span.
             if tensor.range.end() == start + place.end as u64 {
+                // The last piece of the tensor: its counts are complete.
                 rows[pairs[at].row].state = RowState::Compared(tally.summary());
+                // Classes of steps add up, so the totals need no second pass.
                 total.merge(&tally);
                 tally.clear();
             }
@@ -187,6 +193,7 @@ fn pair(a: &Layout, b: &Layout) -> (Vec<Row>, Vec<TensorPair>) {
         let other = b.index_of(&tensor.name);
         let state = match other.map(|at| &b.tensors()[at]) {
             None => RowState::OnlyInA,
+            // Another dtype or shape: there is no pair of elements to compare.
             Some(one) if (one.dtype, &one.shape) != (tensor.dtype, &tensor.shape) => {
                 let shape = one.shape.clone();
                 RowState::Another {
@@ -203,6 +210,7 @@ fn pair(a: &Layout, b: &Layout) -> (Vec<Row>, Vec<TensorPair>) {
         rows.push(Row::new(tensor, state));
     }
     let more = b.tensors().iter();
+    // In the order of B, behind the tensors of A.
     let more = more.filter(|tensor| a.index_of(&tensor.name).is_none());
     rows.extend(more.map(|tensor| Row::new(tensor, RowState::OnlyInB)));
     (rows, pairs)
@@ -256,11 +264,13 @@ fn pieces(
     span: ByteRange,
 ) -> impl Iterator<Item = (usize, std::ops::Range<usize>, u64)> + '_ {
     let tensors = image.tensors();
+    // Tensors are in the order of their places, so a binary search skips those before the span.
     let first = tensors.partition_point(|tensor| tensor.range.end() <= span.offset);
     let within = tensors.iter().enumerate().skip(first);
     within
         .take_while(move |(_, tensor)| tensor.range.offset < span.end())
         .filter_map(move |(at, tensor)| {
+            // An empty tensor has no bytes in any span.
             let here = tensor.range.intersection(span)?;
             let place = ByteRange {
                 offset: here.offset - span.offset,
@@ -272,6 +282,7 @@ fn pieces(
 
 /// Adds what changed in a part of a tensor.
 fn count(scale: Scale, old: &[u8], new: &[u8], tally: &mut Tally) {
+    // The width alone decides how bytes are read. The scale says what a change means.
     match scale.width {
         1 => count_words::<u8>(scale, old, new, tally),
         2 => count_words::<u16>(scale, old, new, tally),
@@ -281,12 +292,14 @@ fn count(scale: Scale, old: &[u8], new: &[u8], tally: &mut Tally) {
 }
 
 fn count_words<W: Word>(scale: Scale, old: &[u8], new: &[u8], tally: &mut Tally) {
+    // A small tensor needs no buffers of a whole block.
     let most = BLOCK.min(old.len() / W::BYTES);
     let mut masks = vec![0; most.div_ceil(64)];
     let mut places = vec![0; most + SLACK];
     let mut steps = vec![W::default(); most + SLACK];
     let block = BLOCK * W::BYTES;
     for (old, new) in old.chunks(block).zip(new.chunks(block)) {
+        // The kernel of the sender finds the changed places. The steps are counted here, by value.
         let changes = weightsync_simd::compare(old, new, &mut masks, &mut places, &mut steps);
         for &place in &places[..changes] {
             let at = usize::from(place) * W::BYTES;
@@ -312,6 +325,7 @@ impl Coder {
         new: &[u8],
     ) -> Result<(), delta::DeltaError> {
         for &codec in Codec::ALL {
+            // Only the length counts, so the bytes of the delta are dropped with each span.
             self.delta.clear();
             let (delta, scratch) = (&mut self.delta, &mut self.scratch);
             let made = delta::encode(pattern, codec, old, new, delta, scratch)?;
@@ -324,6 +338,7 @@ impl Coder {
 fn other_metadata(a: &SafetensorsFile, b: &SafetensorsFile) -> Vec<String> {
     let keys = a.metadata().keys().chain(b.metadata().keys());
     let mut other: Vec<String> = keys
+        // A key counts if its values differ, or if only one file has it.
         .filter(|&key| a.metadata().get(key) != b.metadata().get(key))
         .cloned()
         .collect();

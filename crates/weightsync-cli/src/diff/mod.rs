@@ -44,15 +44,19 @@ pub struct DiffArgs {
 /// Compares, and shows what came of it.
 pub fn run(args: &DiffArgs) -> Result<u8, Box<dyn Error>> {
     let (a, b) = (open(&args.a)?, open(&args.b)?);
+    // Before the files are compared, which may take minutes.
     if let Some(svg) = &args.svg {
         not_an_input(svg, [&args.a, &args.b])?;
     }
+    // Errors and the bar share standard error, so standard output has the result alone.
     let bar = progress_bar();
     let compared = compare::compare(&a, &b, |done, all| {
         bar.set_length(all);
         bar.set_position(done);
     });
+    // The bar goes before anything is printed.
     bar.finish_and_clear();
+    // Reading past the end, or bytes that moved, come from a file that was changed meanwhile.
     let compared = compared.map_err(|error| {
         format!("{error}; the files are to stay as they are while they are compared")
     })?;
@@ -67,9 +71,11 @@ pub fn run(args: &DiffArgs) -> Result<u8, Box<dyn Error>> {
     print(&text)?;
     if let Some(path) = &args.svg {
         let svg = picture::draw(&compared)?;
+        // The picture comes last: without it the table has been printed.
         fs::write(path, svg).map_err(|error| format!("writing {}: {error}", path.display()))?;
         eprintln!("wrote {}", path.display());
     }
+    // As diff(1) has it: 0 for equal files, 1 for files that differ.
     Ok(match compared.same() {
         true => SUCCESS,
         false => FAILURE,
@@ -101,6 +107,7 @@ fn open(path: &Path) -> Result<SafetensorsFile, String> {
 
 /// A picture in place of a checkpoint would be the end of the checkpoint.
 fn not_an_input(svg: &Path, inputs: [&PathBuf; 2]) -> Result<(), String> {
+    // By device and number, so links and other spellings of a path are found too.
     let identity = |path: &Path| fs::metadata(path).map(|file| (file.dev(), file.ino())).ok();
     let own = identity(svg);
     match own.is_some() && inputs.iter().any(|input| identity(input) == own) {

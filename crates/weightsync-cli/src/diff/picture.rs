@@ -25,6 +25,7 @@ pub fn draw(comparison: &FileComparison) -> Result<String, Box<dyn Error>> {
     tensors.sort_by(|(_, _, one), (_, _, other)| other.total_cmp(one));
     let more = tensors.len().saturating_sub(MOST);
     tensors.truncate(MOST);
+    // Back in the order of the file, where neighbours belong together.
     tensors.sort_by_key(|(at, _, _)| *at);
     let bars = tensors.iter().map(|(_, row, share)| plot::SpreadBar {
         label: elided(&table::name(row), NAME),

@@ -31,6 +31,7 @@ pub fn text(comparison: &FileComparison) -> String {
     let tensors = counted(comparison.rows.len(), "tensor");
     let total = numbers(comparison.elements, "", &comparison.total);
     lines.push(joined(["total".into(), String::new(), tensors], total));
+    // Widths in characters: names of tensors may have others than ASCII.
     let widths: [usize; 9] = std::array::from_fn(|column| {
         let cells = lines.iter().map(|line| &line[column]);
         cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
@@ -173,6 +174,7 @@ fn sentences(comparison: &FileComparison) -> Vec<String> {
 fn steps(comparison: &FileComparison) -> Option<String> {
     let all: u64 = comparison.steps.iter().map(|power| power.count).sum();
     let mut common: Vec<&Power> = comparison.steps.iter().collect();
+    // The most common classes are chosen, and then told in the order of the steps.
     common.sort_by_key(|power| std::cmp::Reverse(power.count));
     common.truncate(STEPS);
     common.retain(|power| power.count > 0);
@@ -182,6 +184,7 @@ fn steps(comparison: &FileComparison) -> Option<String> {
         .iter()
         .map(|power| format!("{}: {} %", span(power), percent(power.count, all)))
         .collect();
+    // The shares that are told add up to all.
     if told < all {
         parts.push(format!("others: {} %", percent(all - told, all)));
     }

@@ -40,6 +40,7 @@ impl Tally {
     pub fn add(&mut self, step: UlpStep) {
         let summary = &mut self.summary;
         summary.changed += 1;
+        // Each change counts once: as a step, or as one of the kinds that have none.
         match step {
             UlpStep::By(step) => {
                 summary.largest_ulps = summary.largest_ulps.max(Some(step));
@@ -79,6 +80,7 @@ impl Tally {
     }
 
     pub fn summary(&self) -> Summary {
+        // Half of all, rounded up: the smallest step at which this many are reached is the median.
         let half = self.counts.iter().sum::<u64>().div_ceil(2);
         let mut below = 0;
         let at = self.counts.iter().position(|count| {
@@ -97,6 +99,7 @@ impl Tally {
             0 => (0, 1),
             at => (
                 1 << (at - 1),
+                // The last class reaches to the end of the numbers.
                 1_u64.checked_shl(at as u32).unwrap_or(u64::MAX),
             ),
         };
@@ -134,6 +137,7 @@ fn class(step: u64) -> usize {
 /// The smallest step of a class.
 fn smallest(class: usize) -> u64 {
     let class = class as u64;
+    // The inverse of `class`.
     let dropped = (class / (EXACT / 2)).saturating_sub(1);
     (class - dropped * (EXACT / 2)) << dropped
 }

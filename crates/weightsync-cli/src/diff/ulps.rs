@@ -75,6 +75,7 @@ impl Scale {
             _ => BitOrder::Packed,
         };
         let (width, unit) = match (dtype, order) {
+            // A complex number has no order, so its parts are compared.
             (Dtype::C64, _) => (4, Unit::Part),
             (_, BitOrder::Packed) => (1, Unit::Byte),
             _ => (dtype.bits() as usize / 8, Unit::Element),
@@ -85,6 +86,7 @@ impl Scale {
     /// The step between two patterns that differ.
     #[inline]
     pub fn step(self, old: u64, new: u64) -> UlpStep {
+        // Packed numbers share bytes, so a byte is no number.
         if self.order == BitOrder::Packed {
             return UlpStep::Unknown;
         }
@@ -99,14 +101,18 @@ impl Scale {
     /// The place on the line, unless it is a NaN.
     #[inline]
     fn place(self, bits: u64) -> Option<u64> {
+        // The sign bit is also the middle of the line.
         let sign = 1 << (8 * self.width - 1);
         let (negative, magnitude) = (bits & sign != 0, bits & !sign);
         match self.order {
             BitOrder::Float { top } if magnitude > top => None,
+            // Below the middle, mirrored: the largest magnitude is farthest down. -0.0 gets a place
+            // of its own next to 0.0.
             BitOrder::Float { .. } if negative => Some(sign - 1 - magnitude),
             BitOrder::OneZero if bits == sign => None,
             BitOrder::OneZero if negative => Some(sign - magnitude),
             BitOrder::Float { .. } | BitOrder::OneZero => Some(sign + magnitude),
+            // Flipping the sign bit puts two's complement in the order of the values.
             BitOrder::Signed => Some(bits ^ sign),
             BitOrder::Unsigned { top } => (bits <= top).then_some(bits),
             BitOrder::Packed => None,

@@ -77,9 +77,11 @@ impl SenderArgs {
 
     /// An address that may be dialled, with the certificates for it.
     fn reach(&self, address: String, secret: [u8; 16]) -> Result<Endpoint, Box<dyn Error>> {
+        // The secret is given, so the environment's token is not read.
         let mut access = weightsync_net::Access::with_token(None)?;
         access.insecure_plaintext |= self.insecure_plaintext;
         let access = access.with_tls(CertificateRole::Worker, self.tls.as_deref())?;
+        // Each address that the name leads to must be allowed: the connection may go to any.
         for one in resolve_all(&address)? {
             access.may_dial_with_secret(one)?;
         }
@@ -89,6 +91,7 @@ impl SenderArgs {
     /// The init info, if a file of one was named.
     fn info(&self) -> Result<Option<InitInfo>, Box<dyn Error>> {
         match (&self.key.info, &self.sender) {
+            // A file of this name comes before an address.
             (None, Some(given)) if Path::new(given).is_file() => {
                 read_info(Path::new(given)).map(Some)
             }
@@ -123,6 +126,7 @@ impl KeyArgs {
     /// `given` is the address that was given, which an init info makes unnecessary.
     fn credentials(&self, given: Option<&str>) -> Result<SenderCredentials, Box<dyn Error>> {
         if let Some(file) = &self.info {
+            // The file has the secret, so no token is asked for.
             return Ok(SenderCredentials::Info(Box::new(read_info(file)?)));
         }
         let given = given.ok_or("where is the sender? Say its HOST:PORT, or name its init info")?;

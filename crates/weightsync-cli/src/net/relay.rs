@@ -37,6 +37,7 @@ pub fn run(args: &RelayArgs) -> Result<u8, Box<dyn Error>> {
     let mut relay = match args.key.credentials(args.join.as_deref())? {
         SenderCredentials::Token(address, token) => Relay::with_token(address, &token),
         SenderCredentials::Info(info) => {
+            // Refuses an init info of another scheme, which no relay serves.
             Distributed::endpoint_of(&info)?;
             Relay::of(&info)
         }
@@ -50,9 +51,11 @@ pub fn run(args: &RelayArgs) -> Result<u8, Box<dyn Error>> {
     }
     let signals = Signals::watch()?;
     let stop = relay.stopper();
+    // The relay has a thread of its own, because this one looks for signals.
     thread::scope(|scope| {
         // Workers need the relay also where nobody reads its news any more.
         let running = scope.spawn(|| relay.run(|news| drop(print(&format!("{news}\n")))));
+        // Ends also with the relay.
         while !running.is_finished() && signals.caught().is_none() {
             thread::sleep(LOOK);
         }
@@ -62,6 +65,7 @@ pub fn run(args: &RelayArgs) -> Result<u8, Box<dyn Error>> {
             Err(panic) => std::panic::resume_unwind(panic),
         }
     })?;
+    // A signal is the usual end of a relay, and its code says so.
     Ok(match signals.caught() {
         Some(signal) => 128 + signal,
         None => SUCCESS,

@@ -18,6 +18,7 @@ pub fn run(args: &SenderArgs) -> Result<u8, Box<dyn Error>> {
         true => serde_json::to_string_pretty(&scrub)? + "\n",
         false => text(&scrub),
     })?;
+    // Damage comes first: it is the worse news.
     Ok(match (scrub.differing().next(), &scrub.others[..]) {
         (Some(_), _) => FAILURE,
         (None, []) => SUCCESS,

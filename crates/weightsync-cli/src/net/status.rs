@@ -19,6 +19,7 @@ use crate::words::{bytes, counted, shown};
 pub fn run(args: &SenderArgs) -> Result<u8, Box<dyn Error>> {
     let all = ask(args)?;
     print(&match (args.json, &all[..]) {
+        // One sender is an object, and not a list of one.
         (true, [one]) => serde_json::to_string_pretty(one)? + "\n",
         (true, all) => serde_json::to_string_pretty(all)? + "\n",
         (false, all) => all.iter().map(text).collect::<Vec<_>>().join("\n"),
@@ -29,6 +30,8 @@ pub fn run(args: &SenderArgs) -> Result<u8, Box<dyn Error>> {
 /// The senders that the arguments name: one, or each of a run directory.
 fn ask(args: &SenderArgs) -> Result<Vec<SenderStatus>, Box<dyn Error>> {
     let timeout = args.timeout().unwrap_or(Duration::MAX);
+    // What was named can be an init info, a store, a directory or an address. Files and directories
+    // are tried first.
     let endpoint = match (args.info()?, &args.sender) {
         // A network has options of its own, which are in the arguments.
         (Some(info), _) if Distributed::endpoint_of(&info).is_ok() => args.endpoint_of(&info)?,
@@ -36,6 +39,7 @@ fn ask(args: &SenderArgs) -> Result<Vec<SenderStatus>, Box<dyn Error>> {
         (None, Some(given)) if let Some(address) = given.strip_prefix("store:") => {
             return Ok(vec![status_of_store(&Store::open(address)?)?]);
         }
+        // A directory can be a store or a run directory. A store has a head.
         (None, Some(given)) if Path::new(given).is_dir() => {
             let store = Store::open(given)?;
             return Ok(match store.head()? {
@@ -79,6 +83,7 @@ fn text(status: &SenderStatus) -> String {
             sent(last)
         );
     }
+    // Workers that are gone are in the list, but not in the count.
     let there = status.workers.iter().filter(|worker| worker.gone.is_none());
     let workers = counted(there.count(), "worker");
     let relays = status.relays.iter().filter(|one| one.serves).count();
@@ -104,10 +109,12 @@ fn text(status: &SenderStatus) -> String {
     };
     let mut unreached = Vec::new();
     for relay in &status.relays {
+        // Relays by their parent, so the tree can be walked from the sender, which is agent 0.
         tree.below.entry(relay.parent).or_default().push(relay);
     }
     for worker in &status.workers {
         match worker.route {
+            // These workers have no relay between, so they hang on the sender.
             WorkerRoute::Memory | WorkerRoute::Http | WorkerRoute::Store => {
                 tree.worker_at(0, worker)
             }
@@ -170,6 +177,7 @@ impl<'a> RelayTree<'a> {
 
     /// The workers of an agent, then the relays that fetch from it.
     fn branches(&mut self, text: &mut String, indent: &str, agent: u64) {
+        // Taken out, so nothing is shown twice, and a circle of parents ends.
         let relays = self.below.remove(&agent).unwrap_or_default();
         let workers = self.workers.remove(&agent).unwrap_or_default();
         let all = workers.len() + relays.len();
@@ -217,6 +225,7 @@ impl<'a> RelayTree<'a> {
             0 => String::new(),
             agents => format!(", ALTERED weights for {}", counted(agents, "host")),
         };
+        // What a relay holds of each model: the newest counts.
         let mut held = vec![Version::NONE; self.newest.len()];
         for (model, version) in &relay.holds {
             if let Some(newest) = held.get_mut(usize::from(*model)) {
@@ -240,6 +249,7 @@ impl<'a> RelayTree<'a> {
     fn versions(&self, versions: &[Version]) -> String {
         let pairs = versions.iter().zip(self.newest);
         let shown: Vec<_> = pairs
+            // A model that a worker has never had is left out.
             .filter(|(version, _)| !version.is_none())
             .map(
                 |(version, newest)| match newest.0.saturating_sub(version.0) {

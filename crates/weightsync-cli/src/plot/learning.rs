@@ -31,6 +31,7 @@ pub fn learning(learning: &Learning<'_>) -> Result<String, Box<dyn Error>> {
         area.fill(&WHITE)?;
         let frames = learning.frames.max(1) as f64;
         let returns = || learning.episodes.iter().map(|&(_, reward)| reward);
+        // The goal is always in the picture, also if no return comes near it.
         let (low, high) = (
             returns().fold(learning.goal.min(0.0), f64::min),
             returns().fold(learning.goal, f64::max),

@@ -35,6 +35,7 @@ pub fn spreads(title: &str, spreads: &[Spread<'_>]) -> Result<String, Box<dyn Er
     let heights = drawn().map(|spread| HEAD + ROW * lines(spread) + ROW);
     let height = 56 + heights.sum::<i32>();
     let mut svg = String::new();
+    // The drawing area borrows the text, so it ends before the text is returned.
     {
         let area = SVGBackend::with_string(&mut svg, (SIZE.0, height as u32)).into_drawing_area();
         area.fill(&WHITE)?;
@@ -46,6 +47,7 @@ pub fn spreads(title: &str, spreads: &[Spread<'_>]) -> Result<String, Box<dyn Er
             area.draw(&Text::new(spread.title.to_owned(), (16, top), text(16)))?;
             top += HEAD;
             let longest = spread.shares.iter().map(|share| share.value);
+            // The smallest positive number: if all bars are empty, nothing is divided by zero.
             let longest = longest.fold(f64::MIN_POSITIVE, f64::max);
             let scale = f64::from(SIZE.0 as i32 - LABELS - TEXTS) / longest;
             for share in &spread.shares {

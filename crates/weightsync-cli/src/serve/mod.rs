@@ -28,11 +28,13 @@ pub struct ServeArgs {
 
 /// Serves until a signal ends it.
 pub fn run(args: ServeArgs) -> Result<u8, Box<dyn Error>> {
+    // Flags and variables come before the file.
     let settings = match &args.config {
         Some(file) => args.settings.over(settings::read(file)?),
         None => args.settings,
     };
     if args.print_authorization {
+        // Without certificates, so it works on a machine that has none.
         let value = synchronizer::authorization(&settings.access_without_tls()?);
         let value = value.ok_or(
             "no token is set, so requests need no header: it is for addresses of other machines",
@@ -49,9 +51,11 @@ pub fn run(args: ServeArgs) -> Result<u8, Box<dyn Error>> {
         hook(info);
         process::exit(101);
     }));
+    // Before serving: a signal during the start ends it in order.
     let signals = Signals::watch()?;
     let served = Synchronizer::serve(settings.options()?.access(access), settings.address())?;
     let at = served.address();
+    // Certificates may leave loopback addresses out, so the address decides about the scheme.
     let is_encrypted = at.zip(tls).is_some_and(|(at, tls)| tls.covers(at));
     let scheme = if is_encrypted { "https" } else { "http" };
     let at = at.map(|at| at.to_string()).unwrap_or_default();
@@ -60,6 +64,7 @@ pub fn run(args: ServeArgs) -> Result<u8, Box<dyn Error>> {
         "the synchronizer is at {at}; its page is {scheme}://{at}/\n"
     ));
     let signal = signals.wait();
+    // Parties are told, and threads joined, before the process ends.
     drop(served);
     Ok(128 + signal)
 }
@@ -93,6 +98,8 @@ enum ConfigAction {
 pub fn config(args: &ConfigArgs) -> Result<u8, Box<dyn Error>> {
     match &args.action {
         ConfigAction::Check { file } => {
+            // Reading finds wrong keys and types, and checking finds settings that do not fit each
+            // other.
             let settings = settings::read(file)?;
             settings.check()?;
             print(&settings.text()?)?;

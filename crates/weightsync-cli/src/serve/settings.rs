@@ -76,6 +76,7 @@ pub fn read(file: &Path) -> Result<Settings, Box<dyn Error>> {
 }
 
 fn parse(text: &str) -> Result<Settings, String> {
+    // As a table first, only to name an unknown key with what was probably meant.
     let table: toml::Table = text.parse().map_err(|error| format!("{error}"))?;
     let known = keys();
     for key in table.keys() {
@@ -91,6 +92,7 @@ fn parse(text: &str) -> Result<Settings, String> {
 
 /// The names of all settings.
 fn keys() -> Vec<String> {
+    // The names come from the type, so a new setting is known here without a second list.
     let all = serde_json::to_value(Settings::default());
     let all = all
         .ok()
@@ -103,6 +105,7 @@ pub fn nearest(key: &str, known: &[impl AsRef<str>]) -> String {
     let likeness = |known: &str| strsim::jaro_winkler(key, known);
     let best = known.iter().map(AsRef::as_ref);
     let best = best.max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+    // Below this likeness a suggestion would be misleading, and all names are listed.
     match best.filter(|best| likeness(best) > 0.7) {
         Some(best) => format!("did you mean {best}?"),
         None => {
@@ -115,6 +118,7 @@ pub fn nearest(key: &str, known: &[impl AsRef<str>]) -> String {
 impl Settings {
     /// These settings, and those of a file where these have none.
     pub fn over(self, file: Self) -> Self {
+        // Every field is named, so a new setting cannot be forgotten here.
         Self {
             address: self.address.or(file.address),
             method: self.method.or(file.method),
@@ -180,6 +184,7 @@ impl Settings {
     pub fn check(&self) -> Result<(), Box<dyn Error>> {
         self.options()?.check()?;
         let access = self.access()?;
+        // Only checked, and nothing is bound.
         access.may_listen(weightsync_net::address::listening(
             "address",
             self.address(),
@@ -199,6 +204,7 @@ impl Settings {
         ];
         let mut text = set.clone();
         for (key, value) in defaults {
+            // Defaults are comments: the text can be saved as a file that sets nothing more.
             if !set.lines().any(|line| line.split(' ').next() == Some(key)) {
                 text += &format!("# {key} = {value}\n");
             }

@@ -30,6 +30,7 @@ pub fn translate(yaml: &str) -> Result<String, String> {
         Some(_) => return Err("expected keys and values in `synchronizer:`".into()),
         None => return Err("there is no block `synchronizer:`".into()),
     };
+    // An unknown key is an error: it may be a spelling of one that matters.
     for key in block.keys() {
         if !KEYS.contains(&key.as_str()) {
             return Err(format!(
@@ -78,6 +79,7 @@ pub fn translate(yaml: &str) -> Result<String, String> {
         let _ = writeln!(text, "offset = {offset}");
     }
     let mut note = |line: String| text.push_str(&format!("# {line}\n"));
+    // What has no counterpart becomes a comment, so nothing is lost in silence.
     if style != "fixed" && offset != 0 {
         note(format!(
             "sync_offset is {offset}: only the style fixed has an offset"

@@ -35,9 +35,11 @@ pub fn run(args: &LogArgs) -> Result<u8, Box<dyn Error>> {
         damage,
         ..
     } = found;
+    // Most likely a wrong address. An empty list would look like an empty store.
     if all == 0 && damage.is_empty() {
         return Err(format!("{} has no version: check its address", args.store).into());
     }
+    // The library has the oldest first.
     versions.reverse();
     print(&match args.json {
         true => json(&versions, &damage)?,
@@ -58,6 +60,7 @@ const HEADINGS: [&str; 7] = [
 fn text(versions: &[StoredVersion], all: Option<usize>, damage: &[Damage]) -> String {
     let mut rows = vec![HEADINGS.map(String::from)];
     for version in versions {
+        // A model without changes in a version has nothing of its own there.
         let changed = version.models.iter().filter(|model| model.changed);
         rows.extend(changed.map(|model| row(version, model)));
     }
@@ -160,6 +163,7 @@ fn json(versions: &[StoredVersion], damage: &[Damage]) -> serde_json::Result<Str
 /// A time since 1970, in UTC.
 fn time(since: Duration) -> String {
     let seconds = since.as_secs();
+    // The civil calendar by arithmetic alone: no time zone and no table.
     let (days, second) = (seconds / 86_400, seconds % 86_400);
     // Years begin in March here, so that the day that only some of them have is their last. Day 0 is
     // the first of March of the year 0.

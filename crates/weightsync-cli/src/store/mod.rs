@@ -76,9 +76,11 @@ fn ended<E: Into<Box<dyn std::error::Error>>>(
     call: impl FnOnce() -> Result<u8, E>,
 ) -> Result<u8, Box<dyn std::error::Error>> {
     match (
+        // Every wait of the library asks this, so a signal ends it soon.
         interruptible(|| signals.caught().is_some(), call),
         signals.caught(),
     ) {
+        // The error is the interruption, about which there is nothing to say.
         (Err(_), Some(signal)) => Ok(128 + signal),
         (done, _) => done.map_err(Into::into),
     }
@@ -91,6 +93,7 @@ fn model(text: &str) -> Result<ModelId, String> {
 
 /// A share of all, in percent.
 fn share(share: f64) -> String {
+    // As a fraction of whole numbers, so that the rules of `percent` apply.
     const ALL: u64 = 1 << 40;
     percent((share * ALL as f64) as u64, ALL)
 }

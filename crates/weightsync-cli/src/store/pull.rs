@@ -51,6 +51,7 @@ fn pull(args: &PullArgs) -> Result<u8, Box<dyn Error>> {
     };
     let store = super::open(&args.store)?;
     let pulled = store.pull(&which, args.model.as_ref(), &args.out)?;
+    // Damage that was found on the way is told on standard error, also with `--json`.
     super::warn(&pulled.damage);
     let path = pulled.path.display().to_string();
     print(&match args.json {

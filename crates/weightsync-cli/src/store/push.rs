@@ -49,6 +49,7 @@ pub fn run(args: &PushArgs) -> Result<u8, Box<dyn Error>> {
 
 fn push(args: &PushArgs) -> Result<u8, Box<dyn Error>> {
     let store: Store = super::open(&args.to)?;
+    // A link may lead out of the checkpoint, so they are followed only on request.
     let checkpoint = match args.follow_links {
         true => Checkpoint::open_following_links(&args.source)?,
         false => Checkpoint::open(&args.source)?,
@@ -59,6 +60,7 @@ fn push(args: &PushArgs) -> Result<u8, Box<dyn Error>> {
     options.keep = args.keep;
     options.whole = args.full;
     let pushed = store.push(checkpoint, &options)?;
+    // Damage of the store does not stop the save, and is said before the result.
     super::warn(&pushed.damage);
     print(&match args.json {
         true => json(&pushed, args.name.as_deref())?,

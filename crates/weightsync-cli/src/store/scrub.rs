@@ -48,6 +48,7 @@ pub fn run(args: &ScrubArgs) -> Result<u8, Box<dyn Error>> {
 
 fn scrub(address: &str, json: bool) -> Result<u8, Box<dyn Error>> {
     let found = super::open(address)?.scrub()?;
+    // Most likely a wrong address: an empty store would pass every check.
     if found.versions == 0 && found.damage.is_empty() {
         return Err(format!("{address} has no version: check its address").into());
     }

@@ -49,6 +49,7 @@ enum WorkerKind {
 
 impl<K: CollectorKind> CollectorBuilder<K> {
     pub(super) fn new(task: Task) -> Self {
+        // Python imports the environment's packages, which can take long.
         let python = match task {
             Task::Gym(_) => Gym::PATIENCE,
             _ => Duration::ZERO,
@@ -141,6 +142,7 @@ impl<K: CollectorKind> CollectorBuilder<K> {
     /// What each worker runs, if the frames of a batch can be shared out.
     pub(super) fn plan(&self) -> Result<RolloutPlan, Error> {
         let envs = self.envs_per_worker.unwrap_or(1);
+        // Where a batch is one worker's, it is not divided among the workers.
         let workers = if K::ALL_WORKERS { self.workers } else { 1 };
         let frames_per_batch = self.frames_per_batch;
         if frames_per_batch == 0 || frames_per_batch > MAX_FRAMES_PER_BATCH {
@@ -149,6 +151,7 @@ impl<K: CollectorKind> CollectorBuilder<K> {
                 limit: MAX_FRAMES_PER_BATCH,
             });
         }
+        // Every environment of every worker takes equally many steps.
         match workers.checked_mul(envs) {
             Some(rows) if rows > 0 && frames_per_batch.is_multiple_of(rows) => Ok(RolloutPlan {
                 task: self.task.clone(),
@@ -262,6 +265,8 @@ impl<K: Remote> CollectorBuilder<K> {
         let setup = SenderSetup::new("policy", weights)?
             .slots(2, most)
             .send_timeout(Some(self.deadline));
+        // No worker is waited for here: `Core::meet` does that, and replaces one that dies
+        // meanwhile.
         let sender = setup.connect(weights, Expect::Count(0), Some(self.deadline))?;
         let mut seeds = Seeds::new(self.seed);
         let rules = Rules {
@@ -270,6 +275,8 @@ impl<K: Remote> CollectorBuilder<K> {
             part: (plan.envs * plan.steps) as u64,
         };
         let tally = self.tally();
+        // Seeds are drawn in the order of the workers, so a worker's seed does not depend on how
+        // they start.
         let starts = (0..self.workers).map(|_| plan.start(seeds.next(), sender.init_info()));
         let starts = starts.collect();
         let crew: Box<dyn Crew> = match self.place {
@@ -279,6 +286,8 @@ impl<K: Remote> CollectorBuilder<K> {
                     Some(spawn) => spawn,
                     None => Spawn::this_program()?,
                 };
+                // The bound of a message is known from the task, so the pipe refuses anything
+                // longer.
                 let longest = wire::longest(plan.envs, plan.steps, &self.task);
                 Box::new(Processes::start(spawn, &starts, longest)?)
             }

@@ -153,6 +153,8 @@ impl Core {
         let Self {
             sender, mut crew, ..
         } = self;
+        // The sender ends first. Workers that wait for a version then hear of the end and leave on
+        // their own, before the crew ends them.
         drop(sender);
         crew.shutdown();
     }
@@ -166,23 +168,33 @@ impl Core {
     pub fn gather(&mut self, goal: Goal) -> Result<GatheredBatch, Error> {
         let begun = Instant::now();
         let deadline = begun.checked_add(self.deadline);
+        // The newest version when the batch begins. Versions that are sent meanwhile come with the
+        // next batch.
         let version = self.version().0;
         let (mut event, mut part) = (ScheduleEvent::Begin { goal, version }, None);
         loop {
+            // Decide, then do: the schedule is a pure function, and only this loop has clocks and
+            // workers.
             let effects = self.schedule.step(event);
             if self.perform(effects, part, goal, deadline)? {
                 return Ok(self.take());
             }
+            // After the effects, because an effect may have asked a worker for a part.
             self.watch(goal);
             (event, part) = loop {
+                // A worker whose time is over comes first: it is replaced, and the batch goes on.
                 if let Some(worker) = self.overdue() {
                     break (ScheduleEvent::Failed { worker }, None);
                 }
                 let limit = self.next_limit();
+                // Whichever comes first: the deadline of the batch, or the time of the worker that
+                // is late next.
                 let until = [deadline, limit].into_iter().flatten().min();
                 if let Some((worker, heard)) = self.hear(left(until)) {
                     break self.understand(worker, heard, goal);
                 }
+                // The wait ended by the batch's deadline, or no worker is left to hear. Otherwise a
+                // worker's time is over, which the next round notices.
                 if until != limit || limit.is_none() {
                     return Err(Error::CollectTimeout {
                         missing: self.schedule.missing().map(id).collect(),
@@ -196,9 +208,11 @@ impl Core {
     /// Has the clock run for every worker that owes a part.
     fn watch(&mut self, goal: Goal) {
         for (index, worker) in self.workers.iter_mut().enumerate() {
+            // While workers start, only the batch's deadline counts.
             if goal == Goal::Meet || !self.schedule.owes(index) {
                 worker.since = None;
             } else if worker.since.is_none() {
+                // A worker that owes two parts has one clock: it starts again when a part arrives.
                 worker.since = Some(Instant::now());
             }
         }
@@ -217,6 +231,7 @@ impl Core {
         } else {
             timeout
         };
+        // A limit beyond the clock's range is none.
         worker.since?.checked_add(timeout)
     }
 
@@ -228,6 +243,7 @@ impl Core {
                 .is_some_and(|limit| limit <= now)
         };
         let all = 0..self.workers.len();
+        // The common case costs no more than this look at the clocks.
         if !all.clone().any(|worker| is_late(self, &worker)) {
             return None;
         }
@@ -245,6 +261,7 @@ impl Core {
             .clone()
             .find(|one| is_late(self, one) && is_silent(self, one))?;
         let state = &mut self.workers[worker];
+        // Its clock stops, so that it is not found late again before its end is heard.
         state.since = None;
         let timeout = self.plan.timeout.unwrap_or_default();
         state.fault = Some(format!("it took more than {timeout:?} for one part"));
@@ -265,17 +282,22 @@ impl Core {
         goal: Goal,
         deadline: Option<Instant>,
     ) -> Result<bool, Error> {
+        // Effects can cause effects: a started worker is asked at once.
         let mut effects = VecDeque::from(effects);
+        // The first failure ends the performing. The schedule still has to learn which requests
+        // were never made.
         let (mut whole, mut failed) = (false, None);
         while let Some(effect) = effects.pop_front() {
             match effect {
                 ScheduleEffect::Deliver => whole = true,
+                // At most one part was heard, so it belongs to this effect.
                 ScheduleEffect::Keep { worker } => self.workers[worker].part = part.take(),
                 ScheduleEffect::Discard { stale, .. } => {
                     let frames = part.take().map_or(0, |part| part.frames.len());
                     self.dropped += if stale { frames } else { 0 };
                 }
                 ScheduleEffect::Clear { worker } => self.workers[worker].part = None,
+                // Without this the schedule would wait for a part that no worker was asked for.
                 ScheduleEffect::Ask { worker, ticket, .. } if failed.is_some() => {
                     self.schedule
                         .step(ScheduleEvent::NotAsked { worker, ticket });
@@ -311,6 +333,7 @@ impl Core {
                     self.abandoned.push(Abandoned {
                         worker: id(worker),
                         deaths,
+                        // The schedule gives a worker up only after its end.
                         exit: exit.expect("it has been heard to end"),
                     });
                 }
@@ -324,6 +347,8 @@ impl Core {
                 }
             }
         }
+        // A whole batch is handed out even if a worker could not be started: that is tried again
+        // with the next batch.
         match failed {
             // What fails once the batch is whole is tried again by the next.
             Some(error) if !whole => Err(error),
@@ -341,9 +366,13 @@ impl Core {
         match heard {
             Heard::Frames { ticket, frames } => {
                 let (task, envs) = (&self.plan.task, self.plan.envs);
+                // The frames come from another process, so their shape and actions are checked
+                // before anything indexes by them.
                 if let Err(error) = task.check_part(&frames, envs, self.plan.steps(goal)) {
                     return (self.at_fault(worker, error.to_string()), None);
                 }
+                // It has delivered: its clock stops, and a worker that was new has shown that it
+                // starts.
                 let state = &mut self.workers[worker];
                 (state.since, state.is_new) = (None, false);
                 // Drawn evenly, an action is of no version and never stale.
@@ -354,6 +383,8 @@ impl Core {
                     ticket,
                     oldest: oldest.unwrap_or(u64::MAX),
                 };
+                // Counted for every part, also one that is discarded: the gap breaks its
+                // trajectories.
                 let place = self.trajectories.arrived(worker);
                 let frames = *frames;
                 (part, Some(WorkerFrames { frames, place }))
@@ -361,11 +392,13 @@ impl Core {
             Heard::Nonsense(reason) => (self.at_fault(worker, reason), None),
             Heard::Ended(ending) => {
                 let state = &mut self.workers[worker];
+                // The exit of a killed process says only that it was killed. The fault says why.
                 state.ended = Some(match state.fault.take() {
                     Some(fault) => ending.because(fault),
                     None => ending,
                 });
                 state.since = None;
+                // What its successor sends does not continue its trajectories.
                 self.trajectories.replaced(worker);
                 (ScheduleEvent::Ended { worker }, None)
             }
@@ -374,12 +407,15 @@ impl Core {
 
     /// A worker sent what cannot be read.
     fn at_fault(&mut self, worker: usize, reason: String) -> ScheduleEvent {
+        // Told when the end of the worker is heard.
         self.workers[worker].fault = Some(reason);
         ScheduleEvent::Failed { worker }
     }
 
     /// Starts a worker whose last one has been heard to end.
     fn start(&mut self, worker: usize) -> Result<(), Error> {
+        // A seed of its own for each start: a replacement that dies from its first episode would
+        // otherwise repeat it.
         let start = self.plan.start(self.seeds.next(), self.sender.init_info());
         let pid = self.crew.restart(worker, start)?;
         self.workers[worker].is_new = true;
@@ -393,6 +429,7 @@ impl Core {
     /// The batch, which is whole.
     fn take(&mut self) -> GatheredBatch {
         let mut parts = Vec::new();
+        // In the order of the workers, so equal seeds give equal batches.
         for (worker, state) in self.workers.iter_mut().enumerate() {
             if let Some(WorkerFrames { mut frames, place }) = state.part.take() {
                 let steps = frames.steps();

@@ -98,12 +98,16 @@ impl<K: Remote> Multi<K> {
     /// [`Error::Thread`] if a worker cannot be started. The next call begins a
     /// new batch, and starts a worker wherever one is missing.
     pub fn next_batch(&mut self) -> Result<Batch, Error> {
+        // Restarts and dropped frames of a failed batch stay in `core`, and are told with the next
+        // one.
         let gathered = self.core.gather(goal::<K>())?;
         let (workers, mut parts): (Vec<_>, Vec<_>) = gathered.parts.into_iter().unzip();
         let frames = match goal::<K>() {
+            // The schedule delivers after one part, so there is exactly one.
             Goal::Anyone => parts.pop().unwrap_or_default(),
             _ => Frames::cat(parts, self.cat_results)?,
         };
+        // Only frames that were handed out count towards `total_frames`.
         self.tally.frames += frames.len();
         Ok(Batch {
             frames,
@@ -132,6 +136,7 @@ impl<K: Remote> Multi<K> {
         weights: &impl WeightExtractor,
     ) -> Result<Report, Error> {
         let options = SendOptions::new()
+            // Applied, so that the next batch begins with these weights at every worker.
             .wait(WaitFor::Applied)
             .timeout(Some(self.core.deadline));
         Ok(self.core.sender.send_with(weights, &options)?)
@@ -176,6 +181,7 @@ impl<K: Remote> Iterator for Multi<K> {
     type Item = Result<Batch, Error>;
 
     fn next(&mut self) -> Option<Self::Item> {
+        // `next_batch` itself has no limit: a caller may go on after the iterator has ended.
         (!self.tally.is_full()).then(|| self.next_batch())
     }
 }

@@ -146,12 +146,15 @@ impl Schedule {
             // Its end is an event of its own; a fresh worker may do better. What it still sends
             // does not follow what was kept.
             ScheduleEvent::Failed { worker } => {
+                // Its parts count no more. Their tickets are unknown from here on, so they are
+                // discarded.
                 self.workers[worker].asked.clear();
                 effects.push(ScheduleEffect::Kill { worker });
             }
             ScheduleEvent::Ended { worker } => self.ended(worker, &mut effects),
             ScheduleEvent::Started { worker } => {
                 let state = &mut self.workers[worker];
+                // An abandoned worker is started again where no other is left.
                 (state.vacant, state.abandoned) = (false, false);
                 self.ask(worker, &mut effects);
             }
@@ -178,20 +181,26 @@ impl Schedule {
         let of_another_goal = goal != self.goal;
         self.goal = goal;
         self.version = version;
+        // All workers of a batch get the same kind of actions, so this is decided once.
         let random = self.is_random(0);
         // A batch that was given up may be tried again: what was asked for it still counts,
         // unless other weights have come.
         let usable = |asked: &AskedPart| {
             !of_another_goal && !asked.late && asked.version == version && asked.random == random
         };
+        // Abandoned workers stay so only while others do better.
         let none_is_left = self.workers.iter().all(|worker| worker.vacant);
         for worker in 0..self.workers.len() {
             let state = &mut self.workers[worker];
+            // With `Anyone` a part is usable for any batch: its staleness is judged when it
+            // arrives.
             if goal != Goal::Anyone {
+                // A kept part of weights that are not the newest cannot be in this batch.
                 if state.kept.take_if(|kept| !usable(kept)).is_some() {
                     effects.push(ScheduleEffect::Clear { worker });
                 }
                 let asked = state.asked.iter_mut();
+                // A late request cannot be taken back. Its part is discarded when it comes.
                 asked.for_each(|asked| asked.late = !usable(asked));
             }
             if !state.vacant {
@@ -204,15 +213,18 @@ impl Schedule {
 
     fn ended(&mut self, worker: usize, effects: &mut Vec<ScheduleEffect>) {
         let state = &mut self.workers[worker];
+        // Vacant until `Started`: nothing is asked of it.
         state.vacant = true;
         state.deaths += 1;
         state.asked.clear();
         let deaths = state.deaths;
         let others_go_on =
+            // A batch of all workers needs this one, so it can go on without it only with `Anyone`.
             self.goal == Goal::Anyone && self.workers.iter().any(|other| !other.vacant);
         let keeps_dying = deaths > MAX_DEATHS;
         self.workers[worker].abandoned = keeps_dying && others_go_on;
         effects.push(match (keeps_dying, others_go_on) {
+            // The first deaths may be chance: another takes the place at once.
             (false, _) => ScheduleEffect::Start { worker },
             (true, true) => ScheduleEffect::Abandon { worker, deaths },
             (true, false) => ScheduleEffect::GiveUp { worker, deaths },
@@ -221,12 +233,14 @@ impl Schedule {
 
     fn part(&mut self, worker: usize, ticket: u64, oldest: u64, effects: &mut Vec<ScheduleEffect>) {
         let state = &mut self.workers[worker];
+        // A part of a worker that was declared failed, or a ticket that it made up.
         let Some(at) = state.asked.iter().position(|asked| asked.ticket == ticket) else {
             let stale = false;
             effects.push(ScheduleEffect::Discard { worker, stale });
             return;
         };
         let asked = state.asked.remove(at);
+        // A worker that delivers is healthy. Only deaths in a row count.
         state.deaths = 0;
         if asked.late {
             let stale = false;
@@ -235,19 +249,23 @@ impl Schedule {
             return;
         }
         if self.goal == Goal::Anyone {
+            // Judged by the oldest action of the part, as the caller's limit is for each frame.
             let age = self.version.saturating_sub(oldest);
             if self.rules.max_staleness.is_some_and(|most| age > most) {
                 let stale = true;
                 effects.push(ScheduleEffect::Discard { worker, stale });
             } else {
+                // Frames count towards `init_random_frames` when they are handed out.
                 self.delivered += self.rules.part;
                 effects.extend([ScheduleEffect::Keep { worker }, ScheduleEffect::Deliver]);
             }
+            // At once, so that the worker never idles while the trainer trains.
             self.ask(worker, effects);
             return;
         }
         state.kept = Some(asked);
         effects.push(ScheduleEffect::Keep { worker });
+        // The batch is whole. The kept parts are handed out, and nothing is kept for the next one.
         if self.workers.iter().all(|worker| worker.kept.is_some()) {
             self.workers
                 .iter_mut()
@@ -269,12 +287,16 @@ impl Schedule {
         loop {
             let state = &self.workers[worker];
             let awaited = state.asked.iter().filter(|asked| !asked.late).count();
+            // A worker with a kept part waits for the next weights. Late parts count towards what
+            // it owes.
             if state.kept.is_some() || awaited >= most || state.asked.len() >= AHEAD {
                 return;
             }
             let asked = AskedPart {
                 ticket: self.next_ticket,
                 version: self.version,
+                // Parts on their way count too: otherwise a worker that is asked in advance would
+                // draw too many random actions.
                 random: self.is_random(awaited),
                 late: false,
             };
@@ -298,6 +320,7 @@ impl Schedule {
             Goal::Everyone => 0,
             Goal::Anyone => awaited as u64,
         };
+        // Random actions end with the part in which the number is reached.
         self.delivered + on_their_way * self.rules.part < self.rules.init_random_frames
     }
 }

@@ -50,7 +50,10 @@ impl LiveWeights {
 
     /// Ends the receiver, and with it every wait of the worker.
     pub fn give_up(&self) {
+        // The flag comes first: a worker that ends its wait because the receiver is gone finds the
+        // reason.
         self.given_up.store(true, Ordering::SeqCst);
+        // The lock is free again before the receiver drops, which can take a moment.
         let weights = self.lock().take();
         drop(weights);
     }
@@ -70,6 +73,7 @@ impl LiveWeights {
             reason,
         };
         while !self.is_given_up() {
+            // Held for one turn at most, because the trainer takes the weights under this lock.
             let held = self.lock();
             let Some(weights) = held.as_ref() else {
                 break;
@@ -77,6 +81,7 @@ impl LiveWeights {
             if let Some(set) = weights.wait(Some(Self::TURN), |set| number(set) >= version)? {
                 return Ok(set.only()?.clone());
             }
+            // The receiver follows no trainer any more: no later version can come.
             let state = weights.status()?.state;
             if state != BackgroundState::Following {
                 let newest = weights.newest()?.as_ref().map_or(0, number);
@@ -132,9 +137,11 @@ pub(super) fn work(port: &impl Port, start: Start, live: &LiveWeights) -> Result
     *live.lock() = Some(receiver.snapshots_in_background()?);
     let envs = start.envs as usize;
     let mut rollout = start.task.rollout(envs, start.seed, start.options)?;
+    // One part at a time. The next request may wait in the pipe already.
     while let Some(request) = port.request()? {
         let weights = match request.random {
             true => None,
+            // Pins the version for the whole part: all of its frames have one version.
             false => Some(live.at_least(request.version)?),
         };
         let frames = rollout.part(weights.as_ref(), request.steps as usize)?;

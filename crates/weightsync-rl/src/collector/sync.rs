@@ -69,6 +69,7 @@ impl Sync {
     /// collector has to be built. [`Error::NoProbability`] if the weights are to explore
     /// with none.
     pub fn next_batch(&mut self) -> Result<Batch, Error> {
+        // Decided for a whole batch: all of its actions are of one kind.
         let weights = (!self.tally.begins_random()).then_some(&self.weights);
         let mut frames = self.rollout.part(weights, self.plan.steps)?;
         self.plan.shape(&mut frames);
@@ -94,6 +95,7 @@ impl Sync {
         weights: &impl WeightExtractor,
     ) -> Result<Version, Error> {
         let version = self.version().next();
+        // The old snapshot drops only once the new one is whole.
         self.weights = read(&self.plan.task, weights, version)?;
         Ok(version)
     }
@@ -124,6 +126,7 @@ fn read(task: &Task, weights: &impl WeightExtractor, version: Version) -> Result
         epoch: Epoch(1),
         id: [0; 16],
     };
+    // Checked before anything is copied.
     task.check(&weights.layout()?)?;
     Ok(Snapshot::of("policy", weights, RUN, version)?)
 }

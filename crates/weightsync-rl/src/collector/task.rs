@@ -142,6 +142,7 @@ impl Task {
     /// # Errors
     /// [`Error::NoSuchAction`] with the first one that it does not have.
     pub fn check_actions(&self, mut discrete: impl Iterator<Item = i64>) -> Result<(), Error> {
+        // The number of actions fits: it comes from the task, and not from the frames.
         let actions = self.actions() as u32;
         match discrete.find(|action| !(0..i64::from(actions)).contains(action)) {
             None => Ok(()),
@@ -153,6 +154,7 @@ impl Task {
     pub(super) fn check(&self, layout: &Layout) -> Result<(), Error> {
         let len = |name: &str| {
             let tensor = layout.tensor(name)?;
+            // `f32` has 4 bytes. Another dtype counts as missing.
             (tensor.dtype == Dtype::F32).then_some(tensor.range.len as usize / 4)
         };
         let (inputs, outputs) = (self.observation_len(), self.actions());
@@ -190,6 +192,7 @@ fn of_gym(
         ActionKind::Continuous(5) => started!([f32; 5]),
         ActionKind::Continuous(6) => started!([f32; 6]),
         ActionKind::Continuous(7) => started!([f32; 7]),
+        // The last arm has the largest number. `Gym` refuses tasks with more.
         ActionKind::Continuous(_) => started!([f32; Gym::MAX_QUANTITIES]),
     })
 }
@@ -219,6 +222,8 @@ where
                 self.collect_with(&tensor, weights.version().0, steps)?
             }
         };
+        // Checked before they leave the worker, so the error names the place, and a bad policy does
+        // not reach the trainer's data.
         let checked = frames.check_numbers();
         if checked.is_err() {
             // Nothing good comes of these episodes.

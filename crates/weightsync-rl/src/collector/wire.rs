@@ -70,6 +70,7 @@ pub(super) fn longest(envs: usize, steps: usize, task: &Task) -> usize {
     let action = if task.is_continuous() {
         4 * task.actions()
     } else {
+        // A `u32` takes at most 5 bytes as a varint.
         5
     };
     // Two observations; varints of 10 and 10 bytes; three times 4; two flags; an
@@ -87,8 +88,10 @@ pub(super) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Error> {
     let refuse = |reason| unreadable(bytes.len(), reason);
     match bytes.split_first() {
         None => Err(refuse("it is empty".into())),
+        // The version byte comes first: another protocol is refused before its body is read.
         Some((&VERSION, body)) => match postcard::take_from_bytes(body) {
             Ok((message, [])) => Ok(message),
+            // A rest means that the ends disagree about the format.
             Ok((_, rest)) => Err(refuse(format!("{} bytes too many", rest.len()))),
             Err(error) => Err(refuse(error.to_string())),
         },

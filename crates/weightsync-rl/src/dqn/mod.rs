@@ -225,6 +225,7 @@ impl Dqn {
             .sampler(config.sampler.clone())
             .seed(seed)
             .in_memory()?;
+        // Without ε: it is a setting of the workers, and has no gradient.
         let vars = model.layers().cloned().collect();
         let optimizer = Optimizer::new(vars, config.learning_rate, config.max_grad_norm)?;
         model.set_epsilon(config.epsilon.after(0))?;
@@ -254,6 +255,7 @@ impl Dqn {
     /// take them, [`Error::Candle`] if a tensor operation fails, as it does when
     /// an action is none of the model's.
     pub fn update(&mut self, frames: &Frames) -> Result<UpdateStats, Error> {
+        // Kept first: the steps below may draw from these frames.
         self.keep(frames)?;
         self.frames += frames.len();
         let epsilon = self.config.epsilon.after(self.frames);
@@ -265,6 +267,7 @@ impl Dqn {
         if self.replay.len() < self.config.warm_up.max(1) {
             return Ok(stats);
         }
+        // Frames of the warm-up earn no steps.
         self.owed += frames.len();
         let every = self.config.frames_per_step.max(1);
         while self.owed >= every {
@@ -280,6 +283,7 @@ impl Dqn {
     fn keep(&self, frames: &Frames) -> Result<(), Error> {
         let actions = frames.actions.discrete();
         let actions = actions.ok_or(Error::ContinuousActions)?;
+        // What is ahead of a frame is computed once, and not at each draw.
         let ahead = Returns::of(frames, self.config.discount, self.config.lookahead);
         let columns = [
             frames.observations.as_bytes(),
@@ -294,16 +298,20 @@ impl Dqn {
 
     /// One step on one minibatch.
     fn step(&mut self, stats: &mut UpdateStats) -> Result<(), Error> {
+        // At the first step too, so the target begins as the network.
         if self.steps.is_multiple_of(self.config.target_every.max(1)) {
             self.target.copy_from(&self.model)?;
         }
         let sample = self.sample()?;
+        // Double Q-learning: the network chooses the action, and the target values it. One network
+        // for both would overestimate.
         let best = self
             .model
             .values(&sample.next_observations)?
             .argmax_keepdim(1)?;
         let next = self.target.values(&sample.next_observations)?;
         let next = next.gather(&best, 1)?.squeeze(1)?;
+        // The target is a constant for the gradient.
         let expected = (&sample.rewards + next * &sample.discounts)?.detach();
         let values = self.model.values(&sample.observations)?;
         let chosen = values.gather(&sample.actions, 1)?.squeeze(1)?;
@@ -314,9 +322,11 @@ impl Dqn {
         let losses = ((inner.sqr()? * 0.5)? + (&error - &inner)?)?;
         let loss = match &sample.weights {
             None => losses.mean_all()?,
+            // Frames that are drawn more often count less.
             Some(weights) => (losses * weights)?.mean_all()?,
         };
         self.optimizer.step(&loss)?;
+        // Only a prioritised sampler has weights, and takes priorities.
         if sample.weights.is_some() {
             let errors = error.to_vec1::<f32>()?;
             self.replay.update_priorities(&sample.ids, &errors)?;

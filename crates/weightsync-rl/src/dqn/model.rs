@@ -84,6 +84,7 @@ impl QNetwork {
     /// Another network of the same layers.
     pub(super) fn twin(&self) -> Result<Self, Error> {
         let (hidden, actions) = (&self.hidden, self.actions);
+        // The seed does not matter: all layers are copied over.
         let twin = Self::new(self.inputs()?, hidden, actions, 0)?;
         twin.copy_from(self)?;
         Ok(twin)

@@ -20,6 +20,7 @@ impl Returns {
             next_observations: Vec::with_capacity(count * len),
             discounts: vec![discount; count],
         };
+        // Each frame looks ahead on its own, within its trajectory and batch.
         for first in 0..count {
             let mut last = first;
             // Frames of one trajectory follow each other, in a row of time.
@@ -32,6 +33,7 @@ impl Returns {
                 returns.rewards[first] += returns.discounts[first] * frames.rewards[last];
                 returns.discounts[first] *= discount;
             }
+            // Nothing follows an end, so no value is added.
             if frames.terminated[last] {
                 // What a limit cut off has a value, and what has ended none.
                 returns.discounts[first] = 0.0;

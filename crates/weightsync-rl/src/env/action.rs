@@ -84,6 +84,7 @@ pub(crate) fn check_policy(
     if kind == ActionKind::Discrete {
         return Ok(());
     }
+    // The layers alone do not tell how far actions are from their means.
     let name = format!("{prefix}.log_std");
     let Some(len) = len(&name) else {
         return Err(Error::MissingTensor { name });
@@ -122,6 +123,7 @@ impl<const N: usize> StoredAction for [f32; N] {
     fn even(_: usize, [low, high]: [f32; 2], rng: &mut EnvRng) -> Choice<Self> {
         Choice {
             action: std::array::from_fn(|_| rng.random_range(low..=high)),
+            // The density of an even distribution is one over the volume.
             log_prob: -(N as f32) * (high - low).ln(),
         }
     }

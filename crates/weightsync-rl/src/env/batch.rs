@@ -50,6 +50,8 @@ impl<E: Env> BatchedEnv<E> {
         let mut seeds = EnvRng::seed_from_u64(seed);
         let envs = (0..count)
             .map(|_| {
+                // In the order of the environments, so the first ones draw alike whatever the
+                // count.
                 let mut rng = seeds.fork();
                 (E::new(&mut rng), rng)
             })

@@ -67,6 +67,7 @@ impl Env for CartPole {
         let angular = (GRAVITY * sin - cos * push)
             / (LENGTH * (4.0 / 3.0 - POLE_MASS * (cos * cos) / TOTAL_MASS));
         let linear = push - POLE_MOMENT * angular * cos / TOTAL_MASS;
+        // Explicit Euler: the new state follows from the old speeds.
         self.state = [
             x + TAU * velocity,
             velocity + TAU * linear,

@@ -72,6 +72,7 @@ impl Gym {
     pub fn find(id: &str, python: &str) -> Result<Self, Error> {
         let mut process = GymProcess::start(id, python, 1)?;
         let mut head = [0; HEAD];
+        // Python describes the environment before the first request.
         process.answer(&mut head)?;
         let word =
             |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]);
@@ -83,6 +84,7 @@ impl Gym {
                 "an observation has {observation_len} quantities: expected 1 to {MAX_OBSERVATION}"
             ));
         }
+        // Only what a policy here can produce is accepted.
         let actions = match head[4] {
             0 if count > 0 => GymAction::Discrete(count),
             1 if (1..=Self::MAX_QUANTITIES).contains(&(count as usize)) => {
@@ -101,6 +103,7 @@ impl Gym {
             python: python.to_owned(),
             observation_len,
             actions,
+            // NaN stands for no threshold, because the message has a fixed length.
             threshold: (!threshold.is_nan()).then_some(threshold),
         })
     }
@@ -266,11 +269,15 @@ impl GymProcess {
         };
         let unlinked = |error: io::Error| failed(format!("a socket cannot be made: {error}"));
         let (link, theirs) = UnixStream::pair().map_err(unlinked)?;
+        // An environment that hangs must not hold the worker for ever. The timeout is for each
+        // read.
         link.set_read_timeout(Some(Gym::PATIENCE))
             .map_err(unlinked)?;
         link.set_write_timeout(Some(Gym::PATIENCE))
             .map_err(unlinked)?;
         let child = command
+            // The end of this pipe is what kills the child when this process dies: nothing is ever
+            // written to it.
             .stdin(Stdio::piped())
             .stdout(OwnedFd::from(theirs))
             .spawn()
@@ -290,6 +297,7 @@ impl GymProcess {
     }
 
     fn say(&mut self, message: &[u8]) -> Result<(), Error> {
+        // An answer that came late would be taken for that of the next request.
         if let Some(reason) = &self.failed {
             return Err(self.failure(format!(
                 "it failed before ({reason}): build the collector again"
@@ -310,12 +318,14 @@ impl GymProcess {
                 _ => Ok(()),
             });
         read.map_err(|error| self.broken(&error))?;
+        // A failure comes instead of the answer, so its length is not known yet.
         if status == [0] {
             return Ok(());
         }
         let mut reason = Vec::new();
         let mut len = [0; 4];
         let said = self.link.read_exact(&mut len).and_then(|()| {
+            // Bounded: what Python raises may be of any length.
             let len = u32::from_le_bytes(len).min(MAX_REASON);
             (&self.link).take(u64::from(len)).read_to_end(&mut reason)
         });
@@ -337,6 +347,7 @@ impl GymProcess {
     }
 
     fn fail(&mut self, reason: String) -> Error {
+        // A child that failed is ended: what it would still say fits no request.
         let _ = self.end();
         self.failed = Some(reason.clone());
         self.failure(reason)
@@ -344,6 +355,7 @@ impl GymProcess {
 
     /// Kills it, unless it has ended already.
     fn end(&mut self) -> io::Result<ExitStatus> {
+        // An error means that it has ended already.
         let _ = self.child.kill();
         self.child.wait()
     }

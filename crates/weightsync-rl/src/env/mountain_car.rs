@@ -59,6 +59,7 @@ impl Env for MountainCar {
         self.velocity += push * FORCE + (3.0 * self.position).cos() * -GRAVITY;
         self.velocity = self.velocity.clamp(-MAX_SPEED, MAX_SPEED);
         self.position = (self.position + self.velocity).clamp(POSITION.0, POSITION.1);
+        // The left wall stops the car.
         if self.position == POSITION.0 && self.velocity < 0.0 {
             self.velocity = 0.0;
         }

@@ -62,6 +62,7 @@ impl Env for Pendulum {
     fn step(&mut self, [torque]: [f32; 1]) -> Transition {
         // The torque's own terms are of 32 bits in Gymnasium too.
         let torque = torque.clamp(-MAX_TORQUE, MAX_TORQUE);
+        // Gymnasium costs the wrapped angle and integrates the angle as it is.
         let angle = (self.angle + PI).rem_euclid(2.0 * PI) - PI;
         let cost =
             angle * angle + 0.1 * (self.speed * self.speed) + f64::from(0.001 * (torque * torque));

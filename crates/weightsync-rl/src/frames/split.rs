@@ -33,9 +33,11 @@ pub struct SplitFrames {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn split_trajectories(frames: &Frames) -> SplitFrames {
+    // A run is a piece of a trajectory within one row.
     let runs = runs(&frames.traj_ids, frames.steps());
     let longest = runs.iter().map(Range::len).max().unwrap_or(0);
     let kind = frames.actions.kind();
+    // One row of zeros, as long as any padding.
     let padding = Frames::zeroed(1, longest, frames.observation_len, kind);
     let mut split = Frames::zeroed(0, 0, frames.observation_len, kind);
     let mut mask = Vec::with_capacity(runs.len() * longest);
@@ -64,6 +66,8 @@ pub fn runs(ids: &[u64], steps: usize) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
     for i in 0..ids.len() {
         match runs.last_mut() {
+            // A new row begins where the step is 0: its first frame does not continue the row
+            // before.
             Some(run) if i % steps != 0 && ids[i] == ids[i - 1] => run.end = i + 1,
             _ => runs.push(i..i + 1),
         }

@@ -67,6 +67,7 @@ impl Trajectories {
     pub fn go_on_from(&mut self, next: u64) {
         self.next = next;
         for worker in &mut self.workers {
+            // The next frame of each then begins a new id.
             worker.known.1.clear();
         }
     }
@@ -77,6 +78,7 @@ impl Trajectories {
     /// As all methods, if there is no such worker.
     pub fn arrived(&mut self, worker: usize) -> u64 {
         let worker = &mut self.workers[worker];
+        // Places count what arrives, also parts that are never handed out: a gap then shows.
         worker.next_part += 1;
         worker.next_part - 1
     }
@@ -84,6 +86,7 @@ impl Trajectories {
     /// Takes note that another has taken a worker's place: its parts do not follow
     /// those that have come.
     pub fn replaced(&mut self, worker: usize) {
+        // A gap, as a lost part would leave.
         self.workers[worker].next_part += 1;
     }
 
@@ -93,13 +96,17 @@ impl Trajectories {
         if steps == 0 {
             return;
         }
+        // Taken out, and put back at the end with what this part leads to.
         let (expected, under_way) = std::mem::take(&mut self.workers[worker].known);
+        // The part does not follow the one that was renamed last, so nothing is continued.
         let known = under_way.into_iter().filter(|_| expected == part);
         let mut current: Vec<Option<OpenTrajectory>> = known.map(Some).collect();
         current.resize(ids.len() / steps, None);
+        // Time before environment: new ids follow the order in which trajectories begin.
         for t in 0..steps {
             for (env, current) in current.iter_mut().enumerate() {
                 let name = &mut ids[env * steps + t];
+                // The worker's own id shows whether the trajectory goes on.
                 let known = current.filter(|under_way| under_way.local == *name);
                 let under_way = known.unwrap_or_else(|| {
                     let id = self.next;

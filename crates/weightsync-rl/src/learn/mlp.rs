@@ -69,6 +69,7 @@ fn orthogonal(rows: usize, columns: usize, gain: f32, rng: &mut EnvRng) -> Vec<f
     let mut basis: Vec<Vec<f32>> = Vec::with_capacity(count);
     while basis.len() < count {
         let mut vector: Vec<f32> = (0..len).map(|_| normal(rng)).collect();
+        // Gram-Schmidt: what lies along the earlier vectors is taken out.
         for other in &basis {
             let overlap: f32 = vector.iter().zip(other).map(|(a, b)| a * b).sum();
             for (a, b) in vector.iter_mut().zip(other) {
@@ -85,6 +86,7 @@ fn orthogonal(rows: usize, columns: usize, gain: f32, rng: &mut EnvRng) -> Vec<f
     let mut matrix = vec![0.0; rows * columns];
     for r in 0..rows {
         for c in 0..columns {
+            // With more rows than columns, the columns are orthogonal instead.
             let (i, j) = if rows <= columns { (r, c) } else { (c, r) };
             matrix[r * columns + c] = gain * basis[i][j];
         }

@@ -77,6 +77,7 @@ pub(crate) struct Variables {
 impl Variables {
     pub fn new(vars: BTreeMap<String, Var>) -> Self {
         let var_map = VarMap::new();
+        // The map is new, so its lock is not poisoned.
         if let Ok(mut data) = var_map.data().lock() {
             data.extend(vars.iter().map(|(name, var)| (name.clone(), var.clone())));
         }
@@ -141,12 +142,14 @@ impl Optimizer {
     }
 
     fn clip(&self, gradients: &mut GradStore) -> Result<(), Error> {
+        // One norm for all variables, so their gradients keep their proportions.
         let mut squares = 0.0;
         for var in &self.vars {
             if let Some(gradient) = gradients.get(var) {
                 squares += scalar(&gradient.sqr()?.sum_all()?)?;
             }
         }
+        // Without a gradient this is infinite, and nothing is scaled.
         let scale = self.max_norm / squares.sqrt();
         if scale < 1.0 {
             for var in &self.vars {

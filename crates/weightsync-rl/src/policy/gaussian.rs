@@ -63,6 +63,7 @@ impl<'w, const N: usize> GaussianPolicy<'w, N> {
         let mut action = [0.0; N];
         action.copy_from_slice(self.mean.logits(observation, scratch));
         let mut log_prob = 0.0;
+        // The quantities do not depend on each other, so their log densities add up.
         for i in 0..N {
             action[i] += self.log_std[i].exp() * away[i];
             log_prob -= 0.5 * away[i] * away[i] + self.log_std[i] + LOG_SQRT_TAU;

@@ -115,6 +115,7 @@ impl<'w> MlpPolicy<'w> {
             },
         )?;
         let name = epsilon_of(prefix);
+        // ε travels with the weights, so it is checked like any input.
         let epsilon = match tensor(&name) {
             None => None,
             Some(&[epsilon]) if (0.0..=1.0).contains(&epsilon) => Some(epsilon),
@@ -149,15 +150,18 @@ impl<'w> MlpPolicy<'w> {
     pub fn logits<'s>(&self, observation: &[f32], scratch: &'s mut Activations) -> &'s [f32] {
         for (i, layer) in self.layers.iter().enumerate() {
             let input = if i == 0 {
+                // The first layer reads the observation where it lies.
                 observation
             } else {
                 &scratch.input[..layer.inputs]
             };
             layer.forward(input, &mut scratch.output);
+            // The last layer has no `tanh`: its outputs are logits or values.
             if i + 1 < self.layers.len() {
                 for y in &mut scratch.output[..layer.bias.len()] {
                     *y = tanh(*y);
                 }
+                // The two buffers change roles, so no layer allocates.
                 std::mem::swap(&mut scratch.input, &mut scratch.output);
             }
         }
@@ -180,6 +184,7 @@ impl Policy for MlpPolicy<'_> {
     fn sample(&self, observation: &[f32], scratch: &mut Activations, rng: &mut EnvRng) -> Choice {
         let outputs = self.logits(observation, scratch);
         let Some(epsilon) = self.epsilon else {
+            // One number decides: inverse transform sampling.
             return draw(outputs, rng.random());
         };
         let action = match rng.random::<f32>() < epsilon {
@@ -221,6 +226,7 @@ fn greatest(outputs: &[f32]) -> usize {
 /// An action with the probability that it had.
 fn epsilon_greedy(action: usize, values: &[f32], epsilon: f32) -> Choice {
     let even = epsilon / values.len() as f32;
+    // The greatest action is also drawn by chance, with the even share.
     let probability = match action == greatest(values) {
         true => 1.0 - epsilon + even,
         false => even,
@@ -281,6 +287,7 @@ fn walk<T: Copy>(
 
 impl Layer<'_> {
     fn forward(&self, input: &[f32], output: &mut [f32]) {
+        // Each row of the weights is one output.
         let rows = self.weight.chunks_exact(self.inputs);
         for ((y, row), bias) in output.iter_mut().zip(rows).zip(self.bias) {
             *y = bias + dot(row, input);
@@ -330,6 +337,7 @@ fn tanh(x: f32) -> f32 {
 
 fn log_sum_exp(logits: &[f32]) -> f32 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    // Without the maximum, `exp` of a large logit would be infinite.
     max + logits.iter().map(|l| (l - max).exp()).sum::<f32>().ln()
 }
 

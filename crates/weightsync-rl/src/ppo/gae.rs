@@ -20,6 +20,7 @@ pub fn advantages(
     let mut advantages = vec![0.0; frames.len()];
     for start in (0..frames.len()).step_by(steps) {
         let mut ahead = 0.0;
+        // Backwards, because each estimate builds on the next one.
         for i in (start..start + steps).rev() {
             let future = if frames.terminated[i] {
                 0.0
@@ -29,6 +30,7 @@ pub fn advantages(
             let surprise = frames.rewards[i] + discount * future - values[i];
             // A row may hold pieces of several workers.
             let follows = i + 1 < start + steps && frames.traj_ids[i] == frames.traj_ids[i + 1];
+            // Nothing of another episode or trajectory flows back.
             if frames.done(i) || !follows {
                 ahead = 0.0;
             }
@@ -44,6 +46,7 @@ pub(super) fn standardize(values: &mut [f32]) {
     let n = values.len().max(1) as f32;
     let mean = values.iter().sum::<f32>() / n;
     let variance = values.iter().map(|v| (v - mean) * (v - mean)).sum::<f32>() / n;
+    // The small number keeps equal advantages from a division by zero.
     let scale = 1.0 / (variance.sqrt() + 1e-8);
     for value in values {
         *value = (*value - mean) * scale;

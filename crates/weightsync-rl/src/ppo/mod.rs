@@ -141,6 +141,7 @@ impl Ppo {
         let mut order: Vec<u32> = (0..frames.len() as u32).collect();
         let mut stats = UpdateStats::default();
         for _ in 0..self.config.epochs {
+            // Another order in each pass, so minibatches differ.
             order.shuffle(&mut self.rng);
             let (mut kl, mut parts) = (0.0, 0);
             for indices in order.chunks(self.config.minibatch.max(1)) {
@@ -148,6 +149,7 @@ impl Ppo {
                 parts += 1;
             }
             stats.kl = kl / f64::from(parts.max(1));
+            // The policy has moved so far that the batch no longer tells about it.
             if stats.kl > self.config.target_kl {
                 break;
             }
@@ -165,6 +167,7 @@ impl Ppo {
         let log_ratio = (chosen - &batch.log_probs)?;
         let ratio = log_ratio.exp()?;
         let clipped = ratio.clamp(1.0 - self.config.clip, 1.0 + self.config.clip)?;
+        // The worse of the two: a step gains nothing by leaving the range.
         let policy_loss = (&ratio * &batch.advantages)?
             .minimum(&(clipped * &batch.advantages)?)?
             .mean_all()?
@@ -215,6 +218,7 @@ impl TensorBatch {
         let vector = |data: &[f32]| Tensor::from_slice(data, n, &Device::Cpu);
 
         let observations = observed(&frames.observations)?;
+        // The critic before any step of this batch: advantages are of the policy that collected it.
         let values = model.values(&observations)?.to_vec1::<f32>()?;
         let next_values = model.values(&observed(&frames.next_observations)?)?;
         let mut advantages = advantages(

@@ -122,9 +122,12 @@ impl ActorCritic {
             return Ok((chosen, entropy));
         };
         let log_std = log_std.as_tensor();
+        // In deviations from the mean.
         let away = (actions - outputs)?.broadcast_div(&log_std.exp()?)?;
         let height = (log_std + f64::from(LOG_SQRT_TAU))?;
         let chosen = (away.sqr()? * -0.5)?.broadcast_sub(&height)?.sum(1)?;
+        // The deviations do not depend on the observation, so the entropy needs no mean over the
+        // batch.
         let entropy = (height + 0.5)?.sum_all()?;
         Ok((chosen, entropy))
     }

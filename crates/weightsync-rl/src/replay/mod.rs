@@ -185,6 +185,7 @@ impl ReplayBufferBuilder {
         let live = disk.live();
         let column = match draws.reads_column() {
             None => None,
+            // The sampler reads one column of each frame, also of frames of an earlier life.
             Some(column) => {
                 let frames = (live.end - live.start) as usize;
                 let mut bytes = vec![0; frames * self.schema.frame_bytes(column)];
@@ -297,10 +298,12 @@ impl ReplayBuffer {
                 got: shape.to_vec(),
             });
         }
+        // A dimension of 0 first: the product of the others may saturate.
         let frames = match shape.contains(&0) {
             true => 0,
             false => shape.iter().fold(1, |a: usize, b| a.saturating_mul(*b)),
         };
+        // A longer batch would overwrite its own first frames.
         if frames > self.capacity {
             return Err(Error::BatchTooLong {
                 frames,
@@ -322,7 +325,9 @@ impl ReplayBuffer {
     /// the frames that the batch was to overwrite are gone.
     pub fn extend(&self, shape: &[usize], columns: &[&[u8]]) -> Result<Range<u64>, Error> {
         let frames = self.frames_of(shape)?;
+        // Everything that can be refused is refused before the lock, and changes nothing.
         self.check_columns(frames, columns.iter().map(|column| column.len()))?;
+        // Checksums are made before the lock: they read the whole batch.
         let sums = match &self.files {
             Some(_) => disk::sums(columns, self.schema.all_frame_bytes(), frames),
             None => Vec::new(),
@@ -332,9 +337,13 @@ impl ReplayBuffer {
         if ids.is_empty() {
             return Ok(ids);
         }
+        // The ring's lock is held, so this keeps to the order of the two.
         let mut draws = self.draws();
+        // The frames whose rows the batch takes. Nobody can draw them from here on.
         let oldest = ids.end.saturating_sub(self.capacity as u64);
         let oldest = oldest.max(ring.live.start);
+        // Both the sampler and `live` leave them out before a row is touched: if the write fails,
+        // what is left is whole.
         draws.evict(ring.live.start..oldest);
         ring.live.start = oldest;
         match &mut ring.storage {
@@ -343,6 +352,7 @@ impl ReplayBuffer {
         }
         let column = draws.reads_column().map(|column| columns[column]);
         draws.append(ids.clone(), column);
+        // Last: a panic before this leaves the new frames unseen.
         ring.live.end = ids.end;
         Ok(ids)
     }
@@ -374,7 +384,10 @@ impl ReplayBuffer {
     /// [`Error::ReplayBufferFile`] if a file cannot be read.
     pub fn sample_into(&self, n: usize, columns: &mut [&mut [u8]]) -> Result<Drawn, Error> {
         self.check_columns(n, columns.iter().map(|column| column.len()))?;
+        // The read lock holds from the drawing to the copy, so no drawn frame is overwritten in
+        // between.
         let ring = self.read();
+        // Only the drawing is one at a time. The copies of several threads overlap.
         let drawn = self.draws().draw(n, &ring.live)?;
         ring.copy_out(&drawn.ids, columns)?;
         Ok(drawn)
@@ -387,6 +400,7 @@ impl ReplayBuffer {
     /// [`Error::FrameGone`] if one is not in the buffer, else as `sample_into`.
     pub fn read_into(&self, ids: &[u64], columns: &mut [&mut [u8]]) -> Result<(), Error> {
         self.check_columns(ids.len(), columns.iter().map(|column| column.len()))?;
+        // The check and the copy see one state of the ring.
         let ring = self.read();
         match ids.iter().find(|id| !ring.live.contains(id)) {
             Some(&id) => Err(Error::FrameGone {
@@ -406,6 +420,7 @@ impl ReplayBuffer {
     /// [`Error::NoPriorities`], [`Error::PriorityCount`] or [`Error::Priority`];
     /// then nothing has changed.
     pub fn update_priorities(&self, ids: &[u64], values: &[f32]) -> Result<(), Error> {
+        // Frames are compared with `live`, and those that are gone are skipped.
         let ring = self.read();
         self.draws().priorities()?.update(&ring.live, ids, values)
     }
@@ -430,17 +445,24 @@ impl ReplayBuffer {
         let Some(files) = &self.files else {
             return Ok(());
         };
+        // One flush at a time. Others write and sample meanwhile.
         let mut failed = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
+        // After a failed sync the kernel may have dropped dirty pages and report the next sync as
+        // good.
         if let Some(kind) = *failed {
             return Err(files.flush_failed_before(kind));
         }
+        // Before the sync: frames that are written during it may not be on the disk afterwards.
         let end = self.read().live.end;
+        // Without the ring's lock, because this takes as long as the disk does.
         let mut done = files.sync_frames();
         if done.is_ok()
+            // Only the header is written under the lock.
             && let RingStorage::Disk(disk) = &mut self.write().storage
         {
             done = disk.flushed(end);
         }
+        // Noted for all later flushes.
         if let Err(Error::ReplayBufferFile { source, .. }) = &done {
             *failed = Some(source.kind());
         }

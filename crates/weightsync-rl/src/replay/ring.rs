@@ -46,6 +46,8 @@ pub(super) fn stretches(
     std::iter::from_fn(move || {
         let row = rows.next()?;
         let mut len = 1;
+        // Rows that follow each other are one copy. The end of the ring ends a stretch, because the
+        // next row is 0.
         while rows.next_if_eq(&(row + len)).is_some() {
             len += 1;
         }
@@ -86,6 +88,7 @@ impl MemoryRing {
 
     /// Writes frames into the rows of their ids.
     pub fn write(&mut self, ids: Range<u64>, columns: &[&[u8]]) {
+        // At most two stretches: the ids follow each other, and wrap at most once.
         for stretch in stretches(ids, self.capacity) {
             let sides = self.columns.iter_mut().zip(columns).zip(&self.frame_bytes);
             for ((to, from), &bytes) in sides {
@@ -116,6 +119,7 @@ impl MemoryRing {
 /// Zeros, in huge pages where the kernel has some: frames that are drawn from all over the
 /// memory would each need a small page's address looked up first.
 fn zeroed(len: usize) -> io::Result<MmapMut> {
+    // Anonymous memory costs nothing until it is written: a large buffer fills as frames come.
     let pages = MmapMut::map_anon(len)?;
     // A kernel without huge pages uses small ones.
     #[cfg(target_os = "linux")]

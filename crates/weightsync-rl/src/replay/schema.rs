@@ -45,6 +45,7 @@ impl Column {
     /// Size in bytes of one frame's entry, if it is whole bytes, at least one
     /// and no more than memory can have.
     fn frame_bytes(&self) -> Option<usize> {
+        // Narrow dtypes have less than a byte for an element, so sizes are counted in bits.
         let bits = self.dtype.bits_of(&self.shape)?;
         let bytes = isize::try_from(bits / 8).ok()?;
         (bits % 8 == 0 && bytes > 0).then_some(bytes.unsigned_abs())
@@ -141,6 +142,7 @@ impl Schema {
             None => "no further column".to_owned(),
         };
         (0..len.max(other_len))
+            // Beyond the end of the shorter one `get` is `None`, which differs.
             .map(|index| (self.columns.get(index), other.columns.get(index)))
             .find(|(ours, theirs)| ours != theirs)
             .map(|(ours, theirs)| (name(ours), name(theirs)))

@@ -106,6 +106,7 @@ impl TaskRollout {
         options: RolloutOptions,
         under_way: &mut UnderWay,
     ) -> Result<Frames, Error> {
+        // The caller's numbers index what is here.
         for got in [under_way.lengths.len(), under_way.traj_ids.len()] {
             if got != self.envs {
                 return Err(Error::FrameShape {
@@ -115,6 +116,7 @@ impl TaskRollout {
             }
         }
         self.roll.go_on(options, under_way);
+        // On an error the caller's episodes stay as they were.
         let frames = self.roll.run(tensor, version, steps)?;
         *under_way = self.roll.under_way();
         Ok(frames)
@@ -160,6 +162,7 @@ impl<E: Env + fmt::Debug + Send + Sync> Driven for Rollout<E> {
             None => self.0.envs.reset(env),
             Some(seed) => {
                 self.0.envs.reset_with(env, seed);
+                // The generator of actions too, so one seed fixes the whole episode.
                 self.0.rngs[env] = actions_rng(seed);
             }
         }
@@ -177,6 +180,7 @@ impl<E: Env + fmt::Debug + Send + Sync> Driven for Rollout<E> {
     fn go_on(&mut self, options: RolloutOptions, under_way: &UnderWay) {
         self.0.options = options;
         for (episode, steps) in self.0.episodes.iter_mut().zip(&under_way.lengths) {
+            // Rewards before this call are the caller's.
             (episode.reward, episode.steps) = (0.0, *steps);
         }
         self.0.trajectories.current.clone_from(&under_way.traj_ids);
@@ -218,6 +222,8 @@ where
         steps: usize,
     ) -> Result<Frames, Error> {
         let len = |name: &str| tensor(name).map(<[f32]>::len);
+        // The names and lengths are checked first, so that the policy is built from tensors that
+        // fit.
         let (inputs, outputs) = (self.envs.observation_len(), self.envs.actions());
         check_policy(B::Action::KIND, inputs, outputs, "actor", len)?;
         let policy = B::Action::policy(inputs, "actor", tensor)?;

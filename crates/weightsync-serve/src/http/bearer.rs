@@ -58,10 +58,13 @@ impl Bearer {
     }
 
     fn new(context: &str, secret: &[u8; 16]) -> Self {
+        // A key of its own for each direction and use: one bearer tells nothing about another, nor
+        // about the secret.
         let token = blake3::derive_key(context, secret);
         let text = format!("Bearer {}", blake3::Hash::from(token).to_hex());
         let mut header = HeaderValue::from_str(&text)
             .unwrap_or_else(|_| unreachable!("hexadecimal digits are a header's value"));
+        // Keeps the value out of debug output.
         header.set_sensitive(true);
         Self {
             token: Some(token),
@@ -78,9 +81,11 @@ impl Bearer {
     /// Whether a request has the bearer. The time does not reveal how much of it is right.
     pub(crate) fn is_in(&self, headers: &HeaderMap) -> bool {
         let Some(token) = self.token else {
+            // On loopback without a secret every local user may ask.
             return true;
         };
         let mut values = headers.get_all(AUTHORIZATION).iter();
+        // Exactly one header: with two it would be open which of them counts.
         let (Some(value), None) = (values.next(), values.next()) else {
             return false;
         };
@@ -95,12 +100,14 @@ impl Bearer {
     /// The digits in a header's text.
     fn digits(&self, text: &str) -> Option<String> {
         let (scheme, given) = text.split_once(' ')?;
+        // The scheme's name has no case in HTTP.
         if scheme.eq_ignore_ascii_case("bearer") {
             return Some(given.to_owned());
         }
         if !self.as_password || !scheme.eq_ignore_ascii_case("basic") {
             return None;
         }
+        // A browser sends `user:password` in base64. The token is the password.
         let pair = String::from_utf8(STANDARD.decode(given).ok()?).ok()?;
         // Any user name.
         Some(pair.split_once(':')?.1.to_owned())
@@ -134,6 +141,7 @@ impl ProofKey {
     /// The proof for a worker's nonce and its connection's name. `==` of proofs takes the same
     /// time wherever they differ.
     pub(crate) fn proof(&self, nonce: &[u8; 32], id: &str) -> blake3::Hash {
+        // The nonce has a fixed length, so the two parts cannot be split in another way.
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         hasher.update(nonce).update(id.as_bytes()).finalize()
     }

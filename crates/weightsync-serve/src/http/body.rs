@@ -45,6 +45,8 @@ impl http_body::Body for LinesBody {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        // `None` ends the body: every sender of the channel was dropped. When the client
+        // disconnects, hyper drops this receiver, and the sending end's `closed` returns.
         let line = self.0.poll_recv(context);
         line.map(|line| line.map(|line| Ok(Frame::data(line))))
     }
@@ -61,7 +63,10 @@ pub(crate) async fn read<T: DeserializeOwned>(
     request: Request,
     limit: usize,
 ) -> Result<T, (StatusCode, String)> {
+    // The limit counts bytes as they arrive, so a body without a length is bounded too.
     let body = Limited::new(request.into_body(), limit);
+    // One clock for the whole body: a client that sends a byte at a time cannot hold the request
+    // open.
     let bytes = match timeout(SLOW, body.collect()).await {
         Ok(Ok(body)) => body.to_bytes(),
         Ok(Err(error)) if error.is::<http_body_util::LengthLimitError>() => {

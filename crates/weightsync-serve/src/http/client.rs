@@ -137,6 +137,7 @@ pub(crate) struct Client {
     encryption: Encryption,
     host: HeaderValue,
     bearer: Bearer,
+    // A stack, so the connection that was used last serves next, and the others reach their age.
     idle: Mutex<Vec<(Connection, Instant)>>,
 }
 
@@ -218,6 +219,8 @@ impl Client {
         patience: Duration,
     ) -> Result<HttpReply, Fault> {
         let answer = async {
+            // The peer may have closed a kept connection. Its failure is not reported: a new
+            // connection decides.
             if let Some(kept) = self.kept()
                 && let Ok(reply) = self.ask_by(kept, &ask).await
             {
@@ -226,6 +229,7 @@ impl Client {
             let fresh = self.connect().await?;
             self.ask_by(fresh, &ask).await
         };
+        // One patience for all steps: connecting, the handshake and the wait for the head.
         match timeout(patience, answer).await {
             Ok(reply) => reply,
             Err(_) => Err(Fault::Silent {
@@ -242,8 +246,10 @@ impl Client {
 
     /// Tries to connect to the peer within that time.
     pub(crate) async fn reach(&self, patience: Duration) -> Reachability {
+        // No request and no handshake: the kernel accepts for a process that is stopped too.
         match timeout(patience, TcpStream::connect(self.addr)).await {
             Ok(Ok(_)) => Reachability::Here,
+            // The kernel answers with a reset: the host is up, and no process listens.
             Ok(Err(error)) if error.kind() == ErrorKind::ConnectionRefused => Reachability::Refused,
             Ok(Err(_)) | Err(_) => Reachability::Away,
         }
@@ -269,6 +275,7 @@ impl Client {
             .body(Full::new(ask.body.clone()))
             .unwrap_or_else(|_| unreachable!("paths are made here"));
         let requests = &mut connection.requests;
+        // A connection that the peer has closed can show it here, before the request is sent.
         let response = match requests.ready().await {
             Ok(()) => requests.send_request(request).await,
             Err(error) => Err(error),
@@ -277,6 +284,8 @@ impl Client {
             Ok(response) => response,
             Err(source) => return Err(self.broken(source, connection.end).await),
         };
+        // The peer answers plain requests of other machines with this status alone, so the fault
+        // names the missing certificate.
         let is_plain = !self.encryption.covers(self.addr);
         if is_plain && response.status() == StatusCode::UPGRADE_REQUIRED {
             return Err(Fault::NeedsTls { addr: self.addr });
@@ -294,6 +303,8 @@ impl Client {
             addr: self.addr,
             source,
         };
+        // TCP and TLS under one time limit: a peer that accepts and then says nothing does not hold
+        // the caller.
         let made = async {
             let stream = TcpStream::connect(self.addr).await.map_err(failed)?;
             tune(&stream).map_err(failed)?;
@@ -307,6 +318,8 @@ impl Client {
             addr: self.addr,
             after: CONNECT,
         })??;
+        // The connection's own task drives the protocol. The handle here only passes requests to
+        // it.
         let made = http1::handshake(TokioIo::new(stream)).await;
         let (sender, connection) = made.map_err(|source| Fault::Broken {
             addr: self.addr,
@@ -358,6 +371,7 @@ impl Client {
 
     fn keep(&self, connection: Connection) {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        // The old ones go first, so that they do not take the place of this one.
         idle.retain(|(kept, since)| !kept.requests.is_closed() && since.elapsed() < KEEP);
         if idle.len() < KEPT {
             idle.push((connection, Instant::now()));
@@ -369,12 +383,16 @@ impl Client {
 /// is noticed, also by an end that sends nothing. A peer that does not get to run is not: its system
 /// answers.
 pub(super) fn tune(stream: &TcpStream) -> std::io::Result<()> {
+    // Signs of life are a few bytes. Nagle's algorithm would hold them back until the peer
+    // acknowledges.
     stream.set_nodelay(true)?;
     let socket = socket2::SockRef::from(stream);
     let asks = socket2::TcpKeepalive::new()
+        // The first probe goes after 5 s without traffic, and the next ones every 2 s.
         .with_time(UNACKNOWLEDGED / 2)
         .with_interval(UNACKNOWLEDGED / 5);
     socket.set_tcp_keepalive(&asks)?;
+    // Keepalive does not watch bytes that were sent. This bounds their wait for an acknowledgement.
     #[cfg(target_os = "linux")]
     socket.set_tcp_user_timeout(Some(UNACKNOWLEDGED))?;
     Ok(())
@@ -400,6 +418,7 @@ impl HttpReply {
             }
             all.extend_from_slice(&bytes);
         }
+        // Only a body that was read to its end leaves the connection at the beginning of an answer.
         self.client.keep(self.connection);
         Ok(all.freeze())
     }
@@ -418,6 +437,8 @@ impl HttpReply {
     pub(crate) async fn next(&mut self, patience: Duration) -> Result<Option<Bytes>, Fault> {
         let addr = self.client.addr;
         loop {
+            // The patience is for each frame, so a long body may take long, and a silent peer may
+            // not.
             let frame = match timeout(patience, self.body.frame()).await {
                 Ok(Some(frame)) => frame.map_err(|source| Fault::Broken { addr, source })?,
                 Ok(None) => return Ok(None),
@@ -463,6 +484,8 @@ impl Lines {
     ) -> Result<Option<T>, Fault> {
         let addr = self.reply.client.addr;
         loop {
+            // Several lines may have come in one frame, so the rest is used up before the next
+            // read.
             if let Some(end) = self.rest.iter().position(|byte| *byte == b'\n') {
                 let line = self.rest.split_to(end + 1);
                 let value = serde_json::from_slice(&line);
@@ -470,10 +493,12 @@ impl Lines {
                     .map(Some)
                     .map_err(|source| Fault::Json { addr, source });
             }
+            // A peer that never ends its line would otherwise fill the memory.
             if self.rest.len() > MAX_LINE {
                 let limit = MAX_LINE;
                 return Err(Fault::TooLong { addr, limit });
             }
+            // At the end a line without its newline was cut, and does not count.
             match self.reply.next(patience).await? {
                 Some(bytes) => self.rest.extend_from_slice(&bytes),
                 None => return Ok(None),

@@ -28,6 +28,8 @@ pub(crate) fn asked(
     all: u64,
     tag: Option<&str>,
 ) -> Result<(StatusCode, Range<u64>), NoSuchRange> {
+    // Bytes of another content must not be appended to an earlier part, so the whole body answers a
+    // request whose tag does not fit.
     let earlier = request.get(IF_RANGE);
     let is_of_it = earlier.is_none_or(|earlier| earlier.to_str().ok() == tag);
     match request.get(RANGE).filter(|_| is_of_it) {
@@ -58,20 +60,26 @@ fn content_range(headers: &mut HeaderMap, text: String) {
 
 /// The range that a request asks for, within this many bytes.
 fn part_of(range: &HeaderValue, all: u64) -> Option<Range<u64>> {
+    // One range only. A list of ranges has a comma, which no number contains, so it counts as no
+    // range that this server has.
     let (first, last) = range
         .to_str()
         .ok()?
         .strip_prefix("bytes=")?
         .split_once('-')?;
     let number = |text: &str| {
+        // `parse` would also accept a leading `+`.
         let digits = text.bytes().all(|byte| byte.is_ascii_digit());
         digits.then(|| text.parse::<u64>().ok()).flatten()
     };
     let part = match (first, last) {
+        // The last so many bytes.
         ("", last) => all.saturating_sub(number(last)?)..all,
         (first, "") => number(first)?..all,
+        // A request may name an end after the last byte. The part then ends with the body.
         (first, last) => number(first)?..number(last)?.saturating_add(1).min(all),
     };
+    // An empty part has no last byte to name.
     (part.start < part.end).then_some(part)
 }
 

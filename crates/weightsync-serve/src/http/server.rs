@@ -124,6 +124,7 @@ impl Server {
         tls: Option<(Tls, ClientAuth)>,
         limits: Limits,
     ) -> io::Result<Self> {
+        // Tokio refuses a blocking listener.
         listener.set_nonblocking(true)?;
         Ok(Self {
             listener,
@@ -161,6 +162,7 @@ impl Server {
         loop {
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
+                // Connections that have ended are collected at once, so that the set does not grow.
                 Some(_) = connections.join_next(), if !connections.is_empty() => continue,
                 () = stopping.wait() => break,
             };
@@ -171,11 +173,15 @@ impl Server {
                 Err(error) => {
                     failed(&error);
                     self.admission.complain(Cause::Accept, &error);
+                    // The connection stays in the kernel's queue, so `accept` would fail again at
+                    // once.
                     sleep(PAUSE).await;
                     continue;
                 }
             };
             let Ok(visit) = Visit::begin(&self.admission, self.limits, peer) else {
+                // The stream drops here, which closes the connection: no other one may be closed
+                // for it.
                 failed(&Errno::MFILE.into());
                 continue;
             };
@@ -186,8 +192,11 @@ impl Server {
                 stopping.clone(),
             ));
         }
+        // From here on new connections are refused, so a client learns at once that the server is
+        // gone.
         drop(listener);
         let all = async { while connections.join_next().await.is_some() {} };
+        // Answers that go on, such as lines of signs of life, get this time to send their farewell.
         let _ = timeout(LAST_WORDS, all).await;
     }
 }
@@ -211,9 +220,12 @@ impl Visit {
     /// A request with the right bearer begins. One that was read just when its connection was closed
     /// for another one comes in again.
     fn asks(&self) -> Result<Busy, Full> {
+        // Relaxed: the server's runtime has one thread.
         self.is_known.store(true, Ordering::Relaxed);
         // The answer before may be on its way: the connection stays busy.
         drop(self.unsent.take());
+        // A connection that was closed for another one has lost its number, although a request had
+        // just been read.
         let mut number = self.number.load(Ordering::Relaxed);
         if !self.admission.connections().is_now(number, Doing::Busy) {
             let entered = self
@@ -235,6 +247,8 @@ impl Visit {
     /// Waits until the connection is closed for another one.
     async fn is_closed(&self) {
         loop {
+            // The permit may be an old one: the connection may have come in again since under
+            // another number.
             self.closed.notified().await;
             let number = self.number.load(Ordering::Relaxed);
             if !self.admission.connections().has(number) {
@@ -261,6 +275,7 @@ struct Busy {
 impl Drop for Busy {
     fn drop(&mut self) {
         let mut connections = self.admission.connections();
+        // It may have lost its number meanwhile. Then nothing changes.
         connections.is_now(self.number, Doing::Idle);
     }
 }
@@ -288,6 +303,8 @@ struct AnswerBody {
 
 impl Drop for AnswerBody {
     fn drop(&mut self) {
+        // The body ends before its last bytes have left the process. The connection stays busy
+        // until the stream is flushed.
         *self.unsent.busy() = self.busy.take();
     }
 }
@@ -380,6 +397,8 @@ impl Admission {
             Ok((number, None)) => Ok(number),
             Ok((number, Some(closed))) => {
                 self.complain(Cause::Closed, &from);
+                // `notify_one` stores a permit, so a connection that is not waiting just now sees
+                // it later.
                 closed.notify_one();
                 Ok(number)
             }
@@ -407,6 +426,7 @@ impl Admission {
             .complaints
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
+        // The key is the cause alone: an attacker with many addresses gets one line a minute.
         let Some(held_back) = complaints.logs(&format!("{cause:?}"), Instant::now()) else {
             return;
         };
@@ -445,6 +465,7 @@ async fn connection(
     let (admission, peer) = (&visit.admission, &visit.from);
     // A connection that is gone by now ends on its own.
     let _ = tune(&stream);
+    // One clock for the handshake and the first request with the bearer.
     let late = sleep(visit.limits.patience);
     tokio::pin!(late);
     let accepted = tokio::select! {
@@ -461,6 +482,7 @@ async fn connection(
     let Some((stream, is_plain)) = accepted else {
         return;
     };
+    // The certificate belongs to the connection, so its part is read once for all requests.
     let came = ConnectionInfo {
         from: peer.ip().to_canonical(),
         is_encrypted: stream.is_encrypted(),
@@ -468,11 +490,16 @@ async fn connection(
     };
     let service = service_fn(|mut request: Request<Incoming>| {
         request.extensions_mut().insert(came);
+        // A plain request that must be encrypted is refused also with the right bearer: anyone on
+        // the way may have read it.
         let is_in = !is_plain && admission.bearer.is_in(request.headers());
         let asks_health = request.method() == Method::GET && request.uri().path() == HEALTH;
+        // The busy mark begins before the handler runs: from here on the connection is not closed
+        // for another one.
         let busy = is_in.then(|| visit.asks());
         let (router, unsent) = (router.clone(), visit.unsent.clone());
         let challenge = (!is_plain).then(|| admission.bearer.challenge());
+        // Health checks are not logged. All other refusals are, once a minute for each cause.
         if is_plain || !(is_in || asks_health) {
             let cause = if is_plain {
                 Cause::Plain
@@ -505,11 +532,14 @@ async fn connection(
     };
     let served = http1::Builder::new()
         .timer(TokioTimer::new())
+        // Also the limit for an idle connection between two requests.
         .header_read_timeout(IDLE)
         .max_headers(MAX_HEADERS)
+        // The head is bounded, because it is read before the bearer can be checked.
         .max_buf_size(MAX_HEAD)
         .serve_connection(stream, service);
     tokio::pin!(served);
+    // Each of the two acts once. The loop then goes on until the connection ends.
     let (mut waits, mut stops) = (true, false);
     loop {
         tokio::select! {
@@ -517,6 +547,7 @@ async fn connection(
             biased;
             // A faulty connection affects nobody else.
             _ = &mut served => break,
+            // The time is over. A connection that has shown the bearer stays.
             () = &mut late, if waits => {
                 waits = false;
                 if !visit.is_known() {
@@ -527,6 +558,7 @@ async fn connection(
             () = visit.is_closed() => break,
             () = stopping.wait(), if !stops => {
                 stops = true;
+                // hyper finishes the answer that is on its way and takes no further request.
                 served.as_mut().graceful_shutdown();
             }
         }
@@ -571,6 +603,7 @@ fn needs_tls() -> Response<Body> {
     let mut response = Response::new(Body::from("this address is reached over HTTPS alone\n"));
     *response.status_mut() = StatusCode::UPGRADE_REQUIRED;
     let headers = response.headers_mut();
+    // HTTP requires this header with a 426.
     headers.insert(UPGRADE, HeaderValue::from_static("TLS/1.3, HTTP/1.1"));
     headers.insert(CONNECTION, HeaderValue::from_static("close"));
     response

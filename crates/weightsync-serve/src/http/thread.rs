@@ -50,6 +50,7 @@ impl HttpThread {
             .enable_io()
             .enable_time()
             .build()?;
+        // A value, and not a notification: a task that looks late still sees that it must stop.
         let (stop, stopping) = watch::channel(false);
         let handle = runtime.handle().clone();
         let body = move || {
@@ -86,10 +87,12 @@ impl Drop for HttpThread {
         let Some(thread) = self.thread.take() else {
             return;
         };
+        // A join would wait for a thread that this process does not have.
         if !self.owner.is_here() {
             std::mem::forget(thread);
             return;
         }
+        // Without a receiver `main` has ended already.
         let _ = self.stop.send(true);
         // It panics only if one of its tasks does, and the panic hook has reported that.
         let _ = thread.join();

@@ -67,6 +67,8 @@ pub(super) fn listen(addr: SocketAddr) -> Result<TcpListener> {
 /// random, but the same for a run directory.
 fn free_port(host: IpAddr, fresh: &Endpoint) -> Result<u16> {
     let ports = match ephemeral_from() {
+        // Below the ephemeral range nothing is assigned to outgoing connections. The range must
+        // leave enough ports.
         Some(end) if end > LOWEST + 1000 => Some(LOWEST..end),
         // The system may assign any port, so it may as well choose this one.
         _ => None,
@@ -75,12 +77,16 @@ fn free_port(host: IpAddr, fresh: &Endpoint) -> Result<u16> {
     for attempt in 0..TRIES {
         let port = match &ports {
             Some(ports) => {
+                // Hashed, so that senders with different names try different ports, and a name
+                // always tries the same ones.
                 let name = blake3::hash(format!("{attempt} {}", fresh.address()).as_bytes());
                 let [low, high, ..] = *name.as_bytes();
                 ports.start + u16::from_le_bytes([low, high]) % (ports.end - ports.start)
             }
             None => 0,
         };
+        // The probe binds and closes. Without a connection the port has no TIME_WAIT and is free
+        // again at once.
         match TcpListener::bind((host, port)).and_then(|free| free.local_addr()) {
             Ok(free) => return Ok(free.port()),
             Err(error) => last = error,

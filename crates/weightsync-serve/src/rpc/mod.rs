@@ -203,6 +203,7 @@ impl Rpc {
 
     fn with_plaintext(&self, access: Result<Access, AccessError>) -> Result<Access> {
         let mut access = access.map_err(RpcError::from)?;
+        // Either may allow it: this scheme's setting or the access.
         access.insecure_plaintext |= self.insecure_plaintext;
         Ok(access)
     }
@@ -212,6 +213,7 @@ impl Rpc {
     fn allowed_to(&self, sender: SocketAddr) -> Result<Access> {
         let access = match &self.access {
             Some(access) => Ok(access.clone()),
+            // Loopback stays plain unless both ends ask for encryption there.
             None if sender.ip().to_canonical().is_loopback()
                 && !encrypts_loopback().map_err(RpcError::from)? =>
             {
@@ -220,6 +222,8 @@ impl Rpc {
             None => {
                 let tls = self.tls.as_deref();
                 Access::from_env()
+                    // The path of the certificates comes from the sender's init info, unless this
+                    // worker's environment names another.
                     .and_then(|access| access.with_told_tls(CertificateRole::Worker, tls))
             }
         };
@@ -281,16 +285,21 @@ impl Scheme for Rpc {
         let access = self.allowed()?;
         let listens = address::listening("listen", self.listen.as_deref().unwrap_or(ANYWHERE))?;
         access.may_listen(listens).map_err(RpcError::from)?;
+        // The name and the secret follow from the run directory, if there is one: a successor has
+        // the same.
         let fresh = Endpoint::fresh(models, run_dir)?;
         let secret = match access.token {
             Some(token) => token.secret(),
             None => *fresh.secret(),
         };
+        // Before any socket listens: the init info goes out first, and the address in it must stay
+        // true.
         let listens = address::allocate(listens, &fresh, run_dir, models)?;
         let mut found = match &self.advertise {
             None => address::reached(listens)?,
             Some(name) => address::listening("advertise", name)?,
         };
+        // Port 0 in `advertise` stands for the port that was found.
         if found.port() == 0 {
             found.set_port(listens.port());
         }
@@ -306,6 +315,7 @@ impl Scheme for Rpc {
     fn ask_status(&self, at: &Endpoint, timeout: Duration) -> Result<SenderStatus> {
         let sender = Addresses::of(at)?.found;
         let access = self.allowed_to(sender)?;
+        // The bearer is made of the secret, so it is sent only where the access allows it.
         access
             .may_dial_with_secret(sender)
             .map_err(RpcError::from)?;
@@ -315,6 +325,7 @@ impl Scheme for Rpc {
         };
         let client = Client::new(sender, Bearer::to_sender(at.secret()), encryption);
         let since = Instant::now();
+        // One deadline for each of the two steps, the head and the body.
         let asked = async {
             let reply = client.ask(Ask::get(of_sender::STATUS), timeout).await?;
             match reply.status {
@@ -367,6 +378,7 @@ impl Addresses {
     /// [`Error::BadInitInfo`] for an address that no [`place`](Scheme::allocate_endpoint) has made.
     pub(crate) fn of(at: &Endpoint) -> Result<Self> {
         let address = at.address();
+        // One address stands for both, if they are equal.
         let (found, listens) = address.split_once(" at ").unwrap_or((address, address));
         match (found.parse(), listens.parse()) {
             (Ok(found), Ok(listens)) => Ok(Self { found, listens }),
@@ -403,11 +415,15 @@ fn wait_on<'a, T>(
     use std::sync::PoisonError;
     use weightsync_engine::transport::interrupt;
 
+    // The check may call the user's program, such as Python's signal handlers, so it runs without
+    // the lock.
     if interrupt::is_due() {
         drop(guard);
         interrupt::ask()?;
         return Ok(lock.lock().unwrap_or_else(PoisonError::into_inner));
     }
+    // With an interrupt check the wait goes in slices, and the caller's loop looks again after
+    // each.
     let left = deadline.map(|at| at.saturating_duration_since(std::time::Instant::now()));
     let guard = match interrupt::slice(left) {
         None => condition

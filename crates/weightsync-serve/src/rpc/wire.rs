@@ -122,6 +122,7 @@ pub(crate) struct SetPart {
     /// The model's place among the sender's.
     pub(crate) model: usize,
     pub(crate) version: Version,
+    // The worker compares these two with its own layout and block size before it makes room.
     pub(crate) bytes: u64,
     pub(crate) chunk_bytes: u64,
     /// CRC-64/NVME of each block, as 16 hexadecimal digits.
@@ -301,6 +302,8 @@ impl SetPart {
     /// Whether it is of a version of this layout, block by block.
     pub(crate) fn is_of(&self, layout: &Layout) -> bool {
         let blocks = layout.bytes().div_ceil(BLOCK);
+        // The counts come from outside. They must match the layout before a block's index is taken
+        // from them.
         self.bytes == layout.bytes()
             && self.chunk_bytes == BLOCK
             && self.crc64.len() as u64 == blocks
@@ -335,12 +338,14 @@ pub(crate) fn addr_of(url: &str) -> Option<(SocketAddr, bool)> {
         "https" => true,
         _ => return None,
     };
+    // Only a literal address parses, so no name that a peer has sent is resolved.
     let addr = rest.trim_end_matches('/').parse().ok()?;
     Some((addr, is_encrypted))
 }
 
 /// As much of a reason as travels.
 pub(crate) fn cut(reason: &str) -> String {
+    // Cut at a character boundary: the reason is UTF-8 and travels as JSON.
     reason[..reason.floor_char_boundary(MAX_REASON)].to_owned()
 }
 

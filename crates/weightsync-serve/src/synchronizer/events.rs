@@ -137,6 +137,7 @@ impl Events {
             reason: None,
         };
         more(&mut record);
+        // Before the lock: writing a log line may block.
         tracing::info!("{record}");
         let mut last = self.last();
         let (number, kept) = &mut *last;
@@ -153,6 +154,7 @@ impl Events {
 
     /// Notes that the status may have changed.
     pub(super) fn changed(&self) {
+        // A count, so a reader that was slow sees one change for many.
         self.0.changes.send_modify(|count| *count += 1);
     }
 
@@ -170,6 +172,8 @@ impl Events {
         let last = self.last();
         let number = if number > last.0 { 0 } else { number };
         let kept = last.1.iter().filter(|record| record.number > number);
+        // Subscribed under the lock: an event is either among the kept ones or comes to the
+        // subscriber.
         (kept.cloned().collect(), self.0.live.subscribe())
     }
 
@@ -181,5 +185,6 @@ impl Events {
 /// The wall clock, in milliseconds. It decides nothing.
 pub(super) fn since_1970() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    // A clock before 1970 is shown as 0.
     now.map_or(0, |now| now.as_millis() as u64)
 }

@@ -91,6 +91,8 @@ impl Explorer {
     ) -> Result<SyncAnswer> {
         let begun = Instant::now();
         let mut answer = self.sync_until(step, deadline(timeout), load)?;
+        // The next sync of an explorer is counted from here, also after the service was started
+        // again.
         if matches!(answer.ended, Ended::Synced | Ended::NothingNewer) {
             self.membership.join.synced = self.membership.join.step;
         }
@@ -104,14 +106,17 @@ impl Explorer {
         until: Deadline,
         mut load: impl FnMut(&Fetch) -> Result<Version>,
     ) -> Result<SyncAnswer> {
+        // Asked again after the service was away, with the time that is left.
         loop {
             let timeout = left(until);
             let request = Request::Sync {
                 step,
                 timeout_ms: ms(timeout),
             };
+            // One answer is either a version to load or the end of the sync.
             let (version, from) = match self.membership.ask(request, timeout, until) {
                 Ok(Reply::Fetch { version, from }) => (version, *from),
+                // The sync ended without a version to load: a timeout, or nothing newer.
                 Ok(Reply::Synced(answer)) => return Ok(self.labelled(answer)),
                 Ok(_) => return Err(SyncError::Protocol.into()),
                 Err(Unanswered::Away(why)) => match timeout {
@@ -133,6 +138,7 @@ impl Explorer {
                 until,
             };
             return match load(&fetch) {
+                // The label changes only here: `load` has verified the version.
                 Ok(version) => {
                     self.runs(version);
                     self.say_loaded()
@@ -145,6 +151,7 @@ impl Explorer {
                     };
                     let told = self.membership.say(failed);
                     let is_mended = is_mended(&error);
+                    // If the service has ended the sync meanwhile, its answer stands.
                     match told {
                         Ok(Reply::Synced(answer)) if is_mended => Ok(self.labelled(answer)),
                         Err(Unanswered::Away(_)) if is_mended => {
@@ -159,6 +166,7 @@ impl Explorer {
 
     /// The answer with the version that was loaded: a service that has lost its record does not know it.
     fn labelled(&self, mut answer: SyncAnswer) -> SyncAnswer {
+        // The service's step belongs to another version.
         if answer.version != self.version() {
             (answer.version, answer.step) = (self.version(), None);
         }
@@ -218,6 +226,7 @@ impl Explorer {
         let begun = Instant::now();
         self.runs(version);
         let mut answer = self.say_loaded()?;
+        // Only the newest version ends what is due. An older one is loaded to be evaluated.
         if answer.versions_behind == 0 {
             self.membership.join.synced = self.membership.join.step;
         }
@@ -226,6 +235,7 @@ impl Explorer {
     }
 
     fn runs(&mut self, version: Version) {
+        // The two go together: a number means nothing in another lineage.
         self.membership.join.version = version;
         self.membership.join.lineage = self.membership.joined.lineage;
     }

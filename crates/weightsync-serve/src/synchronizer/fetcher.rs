@@ -62,10 +62,12 @@ impl Fetcher {
     }
 
     fn receive(&mut self, fetch: &Fetch) -> Result<SetSnapshot> {
+        // Each step gets the time that is left of the sync.
         let left = || {
             let until = fetch.until;
             until.map(|until| until.saturating_duration_since(Instant::now()))
         };
+        // Another place or number is another sender: the service or the trainer was started again.
         if self
             .joined
             .as_ref()
@@ -73,6 +75,8 @@ impl Fetcher {
         {
             self.joined = None;
             let setup = ReceiverSetup::new(fetch.from.clone(), fetch.worker);
+            // A store that has no version yet does not get one by waiting here. The fetch then
+            // reads the store itself.
             let timeout = match StoreScheme::address_of(&fetch.from) {
                 Some(_) => Some(Duration::ZERO),
                 None => left(),
@@ -84,6 +88,7 @@ impl Fetcher {
             unreachable!("it has joined just now")
         };
         let model = receiver.models().first().map(|spec| spec.id.to_string());
+        // Any version above the one that was named is as good, so a pull asks for at least it.
         let mut pull = Pull::at_least(fetch.version).timeout(left());
         if let Some(model) = &model {
             pull = pull.model(model);
@@ -93,6 +98,7 @@ impl Fetcher {
             // It joins again, and finds out more.
             self.joined = None;
         }
+        // `None` is the end of the time.
         pulled?.ok_or_else(|| {
             Error::from(SyncError::TooLate {
                 version: fetch.version,

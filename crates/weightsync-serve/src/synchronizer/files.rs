@@ -111,6 +111,7 @@ pub(super) async fn file(
         );
         return refused(StatusCode::NOT_FOUND, reason);
     };
+    // The run is part of the tag: another run may give the same number to other weights.
     let run = model.run().id.map(|byte| format!("{byte:02x}")).concat();
     let tag = format!("\"{}-{run}\"", model.version());
     let of_version = [
@@ -126,12 +127,14 @@ pub(super) async fn file(
             headers.insert(name, value);
         }
     }
+    // A client that has these bytes gets none, and nothing is read for it.
     let known = request
         .get(IF_NONE_MATCH)
         .and_then(|known| known.to_str().ok());
     if known.is_some_and(|known| known.split(',').any(|one| one.trim() == tag)) {
         return (StatusCode::NOT_MODIFIED, headers).into_response();
     }
+    // Before the first byte goes out: a damaged version of the store is never sent in part.
     if let VersionWeights::Stored(stored) = model {
         match compare(stored.clone(), &serving.app.compares).await {
             Some(Ok(())) => {}
@@ -146,6 +149,8 @@ pub(super) async fn file(
         Ok(file) => file,
         Err(error) => return refused(StatusCode::UNPROCESSABLE_ENTITY, error.to_string()),
     };
+    // The whole file is known from the layout, so ranges and lengths are exact before anything is
+    // read.
     let all = file.bytes;
     let (status, part) = match range::asked(&request, all, Some(&tag)) {
         Ok(asked) => asked,
@@ -163,6 +168,8 @@ pub(super) async fn file(
 
 /// Compares a version of the store with its digest, as long as somebody waits for that.
 async fn compare(stored: Arc<StoredWeights>, turns: &BlockingTurns) -> Option<StoreResult<()>> {
+    // The blocking call asks this between pieces. When the client disconnects, this future drops,
+    // the count falls to zero, and the call ends.
     let waits = Arc::new(());
     let waiting = Arc::downgrade(&waits);
     let goes_on = move || waiting.strong_count() > 0;
@@ -187,10 +194,12 @@ async fn find(serving: &RouteState, version: &str) -> Result<Vec<VersionWeights>
     };
     // It waits while a version is being passed on, and not for the store.
     let in_memory = serving.app.holds.take(move || held.snapshots(number)).await;
+    // Memory first: it has the newest versions, and costs no read.
     let found = match (in_memory, shelf) {
         (Some(Ok(models)), _) if !models.is_empty() => {
             Some(Ok(models.into_iter().map(VersionWeights::Held).collect()))
         }
+        // Memory keeps only the newest versions. The store has older ones.
         (Some(_), Some(shelf)) => {
             let looked = serving.app.looks.take(move || shelf.weights(number)).await;
             looked.map(|stored| Ok(stored?.into_iter().map(VersionWeights::Stored).collect()))
@@ -260,6 +269,7 @@ struct File {
 
 impl File {
     fn of(weights: VersionWeights) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
+        // One shard of any length: a download is one file, unlike an anchor in the store.
         let layout = weights.layout();
         let metadata = [
             ("format", "pt".to_owned()),
@@ -270,6 +280,8 @@ impl File {
             .into();
         let shards = Shard::cut(layout, u64::MAX, &metadata)?;
         let shard = shards.into_iter().next().ok_or("it has no tensors")?;
+        // The file is the header and then the tensors, without the gaps that the layout has between
+        // them.
         let mut begins = shard.header.len() as u64;
         let mut places = Vec::with_capacity(shard.tensors.len());
         for index in &shard.tensors {
@@ -289,6 +301,7 @@ impl File {
 
     /// Where some bytes from an offset on lie, at most so many.
     fn place(&self, from: u64, most: u64) -> FilePlace {
+        // The header has its own memory. A frame never crosses from it into the image.
         let header = self.shard.header.len() as u64;
         if from < header {
             let to = header.min(from + most);
@@ -297,6 +310,7 @@ impl File {
         // The last tensor that begins at or before it. Empty ones begin where the next does.
         let at = self.places.partition_point(|(begins, _)| *begins <= from) - 1;
         let (begins, place) = &self.places[at];
+        // From here the frame ends with the tensor, because a gap may follow in the image.
         let start = place.start + (from - begins) as usize;
         FilePlace::Image(start..place.end.min(start + most as usize))
     }
@@ -356,6 +370,7 @@ impl Pieces {
 
     /// Reads a piece when it has its turn, and keeps it.
     async fn read(self, stored: Arc<StoredWeights>, number: usize) -> io::Result<Bytes> {
+        // The digest names the bytes, so versions with equal weights share pieces.
         let of = (stored.digest(), number);
         let read = self.reads.take(move || stored.piece(number)).await;
         let bytes = match read {
@@ -396,6 +411,7 @@ struct FileBody {
     reading: Option<Pin<Box<Reading>>>,
 }
 
+// Kept across polls: the read goes on while the client takes nothing.
 type Reading = dyn Future<Output = io::Result<Bytes>> + Send;
 
 impl FileBody {
@@ -422,6 +438,8 @@ impl FileBody {
             self.pieces.again((stored.digest(), number)),
         ) {
             (None, Some(piece)) => piece,
+            // A read that has begun is finished first, also if another download has brought the
+            // piece meanwhile.
             (reading, _) => {
                 let pieces = &self.pieces;
                 let read = || Box::pin(pieces.clone().read(stored.clone(), number)) as _;
@@ -432,7 +450,9 @@ impl FileBody {
             }
         };
         let start = range.start % of_piece;
+        // The range may go beyond the piece. The next frame then begins in the next one.
         let end = of_piece.min(start + range.len());
+        // A copy: a slow client would otherwise keep the whole piece.
         Poll::Ready(Ok(Bytes::copy_from_slice(&piece[start..end])))
     }
 }
@@ -448,6 +468,7 @@ impl http_body::Body for FileBody {
         if self.left.is_empty() {
             return Poll::Ready(None);
         }
+        // A frame of memory only lends its bytes, so it may be larger than one that copies them.
         let most = match &self.file.weights {
             VersionWeights::Held(_) => PART,
             VersionWeights::Stored(_) => COPIED,
@@ -460,6 +481,8 @@ impl http_body::Body for FileBody {
                 VersionWeights::Stored(stored) => {
                     match ready!(self.poll_stored(&stored, range, context)) {
                         Ok(bytes) => bytes,
+                        // The head has gone out already. The connection ends before the promised
+                        // length, which the client notices.
                         Err(error) => return Poll::Ready(Some(Err(error))),
                     }
                 }

@@ -86,31 +86,39 @@ impl Lasting {
             record: ServiceRecord::read(self.run_dir.clone())?,
             ..RestoredState::default()
         };
+        // Without a store every life of the service begins empty, but for its record.
         let Some(address) = &self.store else {
             return Ok(found);
         };
         let store = Store::open(address)?;
+        // HTTP clients can read older versions, whatever the method.
         found.shelf = Some(Shelf::new(store.clone()));
         let newest = match method {
             Method::Direct => None,
             Method::Memory => {
+                // The whole version is read: the service passes it on from its own memory.
                 found.weights = match store.load(&Which::Newest) {
                     Ok(loaded) => {
                         let members = loaded.set.members().iter();
                         members.map(|member| member.snapshot.clone()).collect()
                     }
+                    // A new store is no error: the first version comes from a trainer.
                     Err(StoreError::Empty { .. }) => Vec::new(),
                     Err(error) => return Err(error.into()),
                 };
                 let mut options = SaveOptions::default();
                 options.keep = self.keep;
+                // Claimed before the service starts: a store has one writer.
                 found.saver = Some(Saver::start(Writer::claim(&store, options)?)?);
                 found.weights.iter().map(Snapshot::version).max()
             }
             Method::Checkpoint => {
+                // The trainer writes this store, and explorers read it. The service only looks
+                // which version is newest.
                 let versions = store.newest_versions(1)?.versions;
                 let models = versions.last().map_or(&[][..], |newest| &newest.models);
                 let ids: Vec<ModelId> = models.iter().map(|one| one.model.clone()).collect();
+                // An empty store names no models. The trainer's own init info comes when it joins.
                 if !ids.is_empty() {
                     let scheme = AnyScheme::new(StoreScheme::new(address)?);
                     found.source = Some(InitInfo::of(&scheme, &ids)?);
@@ -165,10 +173,13 @@ impl ServiceRecord {
         };
         std::fs::create_dir_all(&dir).map_err(failed)?;
         let read = files::open(&file).and_then(|from| {
+            // Bounded: the file is input like any other.
             let mut bytes = Vec::new();
             from.take(LONGEST).read_to_end(&mut bytes).map(|_| bytes)
         });
         let mut record = match read {
+            // A damaged file must not keep the service from starting. What is lost is the fence
+            // against old trainers.
             Ok(bytes) => serde_json::from_slice::<Self>(&bytes).or_else(|error| {
                 tracing::warn!(
                     "{} is damaged ({error}) and begun again: an old trainer is not fenced off now",
@@ -192,6 +203,7 @@ impl ServiceRecord {
 
     /// Whether nothing can follow the epoch or the version. A service that believed a party wrote so.
     fn is_spent(&self) -> bool {
+        // Such a number would refuse every later trainer, in every later life.
         self.epoch.0 == u64::MAX || self.highest == u64::MAX
     }
 
@@ -226,6 +238,8 @@ impl ServiceRecord {
 
     fn write(&self, file: &Path) -> io::Result<()> {
         let bytes = serde_json::to_vec(self)?;
+        // The old file stays whole until the new one has taken its name, so a crash leaves one of
+        // the two.
         files::replace(file, files::PRIVATE, false, |file| file.write_all(&bytes))
     }
 }
@@ -285,11 +299,14 @@ impl Shelf {
         if let Some(weights) = again(&mut self.known(), version) {
             return Ok(weights);
         }
+        // Any model that every version has will do. The newest version names one.
         let newest = self.0.store.newest_versions(1)?.versions;
         let models = newest.last().map_or(&[][..], |newest| &newest.models);
         let model = models.first().map(|one| one.model.clone());
         let which = Which::Exactly(ModelVersion { model, version });
+        // No lock is held while the store is read, which may take long.
         let weights = self.0.store.weights(&which)?;
+        // A comparison with the digest that an earlier download has begun goes on.
         let weights = weights.into_iter().map(|one| Arc::new(self.resume(one)));
         let weights: Vec<_> = weights.collect();
         let mut known = self.known();
@@ -308,10 +325,12 @@ impl Shelf {
     fn resume(&self, mut weights: StoredWeights) -> StoredWeights {
         let compared = self.0.compared.lock();
         let mut compared = compared.unwrap_or_else(PoisonError::into_inner);
+        // The pieces that were compared before need no second pass.
         for known in &*compared {
             weights = weights.resume(known);
         }
         let own = weights.comparison();
+        // The version's own comparison moves to the end, as the one that was used last.
         compared.retain(|known| !Arc::ptr_eq(known, own));
         compared.push_back(own.clone());
         if compared.len() > COMPARED {
@@ -333,10 +352,13 @@ impl Shelf {
             return Ok(listed.versions.clone());
         }
         drop(listed);
+        // The head has changed, so the versions are read. The head that was read before them is
+        // noted: if it has changed again meanwhile, the next call reads again.
         let found = self.0.store.newest_versions(SHOWN)?.versions;
         let model = found.last().and_then(|newest| newest.models.first());
         let model = model.map(|one| one.model.clone());
         let models = found.iter().flat_map(|version| &version.models);
+        // Models may have different versions. Downloads name those of the first.
         let models = models.filter(|one| Some(&one.model) == model.as_ref());
         let versions: BTreeSet<_> = models.map(|one| one.version).collect();
         *self.listed() = NewestVersions {
@@ -377,6 +399,7 @@ pub(super) fn newest_of(from: &InitInfo) -> Result<Version> {
     let store = Store::open(address)?;
     let newest = store.newest_versions(1)?.versions;
     let models = newest.iter().flat_map(|newest| &newest.models);
+    // The highest of all models: the next version is above each of them.
     let versions = models.map(|model| model.version);
     Ok(versions.max().unwrap_or(Version::NONE))
 }
@@ -385,6 +408,7 @@ pub(super) fn newest_of(from: &InitInfo) -> Result<Version> {
 pub(super) fn load(from: &InitInfo, address: &str, version: Version) -> Result<SetSnapshot> {
     let store = Store::open(address)?;
     let model = from.models().first().cloned();
+    // The fetch is for this version or a newer one.
     let which = Which::AtLeast(ModelVersion { model, version });
     Ok(store.load(&which)?.set)
 }

@@ -50,6 +50,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 static REQUESTS: AtomicU64 = AtomicU64::new(0);
 
 pub(super) fn next_request() -> u64 {
+    // Relaxed: only the numbers matter, and each is given out once.
     REQUESTS.fetch_add(1, Ordering::Relaxed) + 1
 }
 
@@ -78,6 +79,7 @@ impl RemoteService {
     ///
     /// If there is no such address, or it may not be connected to.
     pub(super) fn new(name: &str, access: Access, thread: Arc<HttpThread>) -> Result<Self> {
+        // A wrong name fails here, before a party tries to join.
         let at = resolve(name)?;
         access.may_dial(at).map_err(SyncError::from)?;
         Ok(Self {
@@ -109,6 +111,7 @@ impl RemoteService {
     /// Looks the name up again after an attempt at one of its addresses, and takes the next: the service
     /// may have moved, or listen at one of them only.
     fn look_up_again(&self, tried: SocketAddr) {
+        // A literal address has only itself.
         if self.name.parse::<SocketAddr>().is_ok() {
             return;
         }
@@ -121,6 +124,7 @@ impl RemoteService {
             return; // the next attempt goes to the same address
         };
         let known = all.iter().position(|one| *one == tried);
+        // The addresses in turn. One that is not in the list any more begins at the first.
         let next = all[known.map_or(0, |known| known + 1) % all.len()];
         let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
         // Another party of this program may have found it already.
@@ -134,6 +138,7 @@ fn client(at: SocketAddr, name: &str, access: &Access) -> Arc<Client> {
     let secret = access.token.as_ref().map(|token| token.secret());
     let encryption = Encryption {
         tls: access.tls.clone(),
+        // The certificate is for the name that the user gave, not for the address that it led to.
         to: To::Service(host_of(name).to_owned()),
     };
     Client::new(at, Bearer::to_synchronizer(secret.as_ref()), encryption)
@@ -194,13 +199,17 @@ impl ServiceLink {
         let mut pause = PAUSE;
         loop {
             let left = || until.map(|until| until.saturating_duration_since(Instant::now()));
+            // A first attempt has some time also at a deadline that has passed. So a caller that
+            // only looks finds a service that is there.
             let patience = left().map_or(PATIENCE, |left| left.clamp(SHORTEST, PATIENCE));
+            // The address before the attempt: another party may change it meanwhile.
             let tried = match self {
                 Self::Remote(remote) => Some(remote.addr()),
                 Self::Local(..) => None,
             };
             let why = match self.try_join(join, patience) {
                 Err(Unanswered::Away(why)) => why,
+                // A party that joins for the first time is refused at once. It has no `warnings`.
                 Err(Unanswered::Untrusted(why)) if let Some(warnings) = &mut warnings => {
                     if let Some(more) = warnings.logs("certificates", Instant::now()) {
                         let text = format!("{}: the synchronizer is away: {why}", join.name);
@@ -210,10 +219,12 @@ impl ServiceLink {
                 }
                 joined => return joined,
             };
+            // The host may have another address now.
             if let (Self::Remote(remote), Some(tried)) = (self, tried) {
                 remote.look_up_again(tried);
             }
             let left = left();
+            // A service of this program that has ended does not come back.
             if left.is_some_and(|left| left.is_zero()) || matches!(self, Self::Local(..)) {
                 return Err(Unanswered::Away(why));
             }
@@ -226,6 +237,7 @@ impl ServiceLink {
         match self {
             Self::Local(inputs, owner) => {
                 owner.check().map_err(Error::from)?;
+                // Room for the one answer: the service never waits here.
                 let (answered, answer) = mpsc::sync_channel(1);
                 let answered = Box::new(move |joined| drop(answered.send(joined)));
                 let input = ServiceInput::Join(Box::new(join.clone()), Caller::Own, answered);
@@ -239,11 +251,13 @@ impl ServiceLink {
                 })
             }
             Self::Remote(remote) => {
+                // In a forked child the runtime has no thread.
                 remote.thread.owner().check().map_err(Error::from)?;
                 let (answered, answer) = mpsc::sync_channel(1);
                 let ask = Ask::post(PARTIES, join);
                 let client = remote.client();
                 let of_party = client.clone();
+                // True once the membership is over. Requests that wait for an answer watch this.
                 let (over, ended) = watch::channel(false);
                 let task = remote.thread.runtime().spawn(async move {
                     follow(&client, ask, patience, |joined| drop(answered.send(joined))).await;
@@ -255,6 +269,8 @@ impl ServiceLink {
                     task: task.abort_handle(),
                     owner: Origin::here(),
                 };
+                // An interruption drops the lifeline here, which ends the membership at the
+                // service.
                 let joined = wait(&answer)??;
                 Ok(PartyConnection {
                     owner: Origin::here(),
@@ -280,6 +296,7 @@ async fn follow(
             StatusCode::OK => {}
             status => return Err(of_refusal(client.addr(), status, reply).await),
         }
+        // The answer lasts as long as the membership.
         let mut lines = reply.lines();
         let joined = lines.next::<JoinAnswer>(PATIENCE).await.map_err(of_fault)?;
         let joined = joined.ok_or_else(|| Unanswered::Away("it ended its answer".into()))?;
@@ -312,6 +329,7 @@ async fn of_refusal(
     reply: crate::http::HttpReply,
 ) -> Unanswered {
     match status {
+        // A wrong token does not become right by waiting.
         StatusCode::UNAUTHORIZED => Unanswered::Told(RequestProblem::Refused {
             reason: format!(
                 "the synchronizer at {addr} refuses the token: give every party the token that the \
@@ -320,6 +338,8 @@ async fn of_refusal(
         }),
         _ => match reply.json(MAX_BODY, PATIENCE).await {
             Ok(problem) => of_problem(problem),
+            // A refusal of the service has a body that can be read. This one does not, so another
+            // program answered.
             Err(_) => Unanswered::Told(RequestProblem::Refused {
                 reason: format!(
                     "{addr} answered {status}, which is no answer of a synchronizer: is another program \
@@ -332,6 +352,7 @@ async fn of_refusal(
 
 fn of_problem(problem: RequestProblem) -> Unanswered {
     match problem {
+        // The service was started again, or has given this party up. The party joins again.
         RequestProblem::Unknown {} => Unanswered::Away(problem.to_string()),
         problem => Unanswered::Told(problem),
     }
@@ -339,6 +360,8 @@ fn of_problem(problem: RequestProblem) -> Unanswered {
 
 fn of_fault(fault: Fault) -> Unanswered {
     match fault {
+        // Certificates change only when somebody exchanges them, so the caller decides whether to
+        // wait.
         Fault::Tls { is_final: true, .. } => Unanswered::Untrusted(fault.to_string()),
         Fault::NeedsTls { .. } => Unanswered::Told(RequestProblem::Refused {
             reason: fault.to_string(),
@@ -383,6 +406,8 @@ impl PartyConnection {
                 let path = PARTY.replace("{party}", &self.joined.party.to_string());
                 let ask = Ask::post(path, &request);
                 let client = lifeline.client.clone();
+                // The lifeline ends first when the service dies: the request does not wait for its
+                // own timeout.
                 let mut ended = lifeline.ended.clone();
                 let task = remote.thread.runtime().spawn(async move {
                     let asked = post(&client, ask, waits);
@@ -403,12 +428,15 @@ impl PartyConnection {
             }
             (ServiceLink::Local(inputs, _), _) => {
                 let (answered, answer) = mpsc::sync_channel(1);
+                // The number lets the service find this request if the caller is interrupted.
                 let number = next_request();
                 let answered = Box::new(move |reply| drop(answered.send(reply)));
                 let input = ServiceInput::Ask(self.party(), number, Caller::Own, request, answered);
                 inputs.send(input).map_err(|_| over())?;
                 let waited = wait(&answer);
                 if waited.is_err() {
+                    // Otherwise the service would answer a caller that is gone, and the sync would
+                    // count.
                     let _ = inputs.send(ServiceInput::Withdrawn(self.party(), number));
                 }
                 waited?.map_err(of_problem)
@@ -437,7 +465,9 @@ async fn post(
 ) -> Result<Reply, Unanswered> {
     const LONG: Duration = Duration::from_secs(3600 * 24 * 365);
     let waits = waits.unwrap_or(LONG);
+    // The service watches the time and answers at its end. The grace covers the way back.
     let patience = waits.saturating_add(waits.clamp(LEAST_GRACE, GRACE));
+    // A year stands for no limit.
     let patience = patience.min(LONG);
     let reply = client.ask(ask, patience).await.map_err(of_fault)?;
     match reply.status {

@@ -56,13 +56,16 @@ impl PartyMembership {
     }
 
     fn note_step(&mut self, step: Option<u64>) {
+        // Steps only grow: an older number of the caller changes nothing.
         self.join.step = self.join.step.max(step.unwrap_or_default());
     }
 
     fn note_joined(&mut self) {
+        // On joining again the party asks for the number that it has.
         self.join.worker = Some(self.joined.worker);
         if self.join.role == Role::Trainer {
             self.join.method = Some(self.joined.method);
+            // The epoch proves later that no other trainer has joined since.
             self.join.epoch = Some(self.joined.epoch);
         }
     }
@@ -75,9 +78,12 @@ impl PartyMembership {
         waits: Option<Duration>,
         until: Deadline,
     ) -> std::result::Result<Reply, Unanswered> {
+        // In a forked child the connection is the parent's.
         self.owner.check().map_err(Error::from)?;
+        // Also when the service is away: the party then joins again with its newest step.
         self.note_step(step_of(&request));
         if self.connection.as_ref().is_none_or(|one| !one.is_alive()) {
+            // Compared below: another lineage is a service that has lost its record.
             let before = self.joined.lineage;
             self.rejoin(until)?;
             let is_loaded = matches!(request, Request::Loaded { .. } | Request::LoadFailed { .. });
@@ -91,6 +97,7 @@ impl PartyMembership {
         };
         match connection.ask(request, waits) {
             Err(Unanswered::Away(why) | Unanswered::Untrusted(why)) => {
+                // The next question joins again.
                 self.connection = None;
                 Err(Unanswered::Away(why))
             }
@@ -100,6 +107,8 @@ impl PartyMembership {
 
     /// Says something that an interruption of the caller must not keep back.
     pub(super) fn say(&mut self, request: Request) -> std::result::Result<Reply, Unanswered> {
+        // The caller's own interrupt, such as Ctrl-C, must not stop a message that others wait for.
+        // The time is short.
         interruptible(
             || false,
             || self.ask(request, Some(LOOK), deadline(Some(LOOK))),
@@ -112,6 +121,7 @@ impl PartyMembership {
             .link
             .join(&self.join, Some(&mut self.warnings), until)?;
         tracing::info!(name = self.join.name, "joined the synchronizer again");
+        // The service may have been started again with other versions and another method.
         self.joined = connection.joined.clone();
         self.connection = Some(connection);
         self.away = None;
@@ -121,6 +131,8 @@ impl PartyMembership {
 
     /// Whether the party is to synchronise. Answers at once.
     pub(super) fn need_sync(&mut self, step: Option<u64>) -> Result<NeedAnswer> {
+        // A training loop asks after each step. It must not pay for a service that is away each
+        // time.
         if self.away.is_some_and(|since| since.elapsed() < AGAIN) {
             self.owner.check()?;
             self.note_step(step);
@@ -135,6 +147,7 @@ impl PartyMembership {
             }
         }
         tracing::warn!(name = self.join.name, "the synchronizer is away");
+        // From here on steps count without questions for a second.
         self.away = Some(Instant::now());
         Ok(self.unknown_need())
     }
@@ -152,6 +165,7 @@ impl PartyMembership {
             let asked = self.ask(Request::WaitNeed { step, timeout_ms }, timeout, until);
             match self.need_of(asked)? {
                 Ok(answer) => return Ok(answer),
+                // The service was away and is back, or will be: the question is asked again.
                 Err(_) if timeout.is_none_or(|left| !left.is_zero()) => {}
                 Err(why) => {
                     tracing::warn!(name = self.join.name, %why, "the synchronizer is away");
@@ -179,6 +193,7 @@ impl PartyMembership {
         NeedAnswer {
             need: Need::No,
             asked_by: Vec::new(),
+            // The last that the service has said.
             newest: self.joined.newest,
             trainer_stopped: false,
             connected: false,
@@ -188,6 +203,7 @@ impl PartyMembership {
     /// Ends in order, or for a reason. A service that is away sees the connection end.
     pub(super) fn leave(&mut self, reason: Option<String>) {
         if let Some(connection) = self.connection.take()
+            // In a forked child the membership is the parent's, which goes on.
             && self.owner.is_here()
             && connection.is_alive()
         {

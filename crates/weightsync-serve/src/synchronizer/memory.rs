@@ -97,6 +97,7 @@ impl HeldVersions {
     ///
     /// [`Error::NoSuchVersion`], or the absence of any.
     pub(super) fn snapshots(&self, version: Version) -> Result<Vec<Snapshot>> {
+        // Waits while a version is passed on, which lasts until a slot is free.
         let sender = self.sender();
         let Some(sender) = sender.as_ref() else {
             return Ok(Vec::new());
@@ -121,13 +122,18 @@ impl HeldVersions {
             .fold(Set::new(), |all, one| all.with(one.model().as_str(), one));
         let version = set.iter().map(Snapshot::version).max();
         let version = version.ok_or(Error::EmptySet)?;
+        // Under this lock from the check to the end: a replaced bridge cannot publish after the new
+        // one has begun.
         let mut sender = self.sender();
         if !is_current() {
             return Err(Error::Interrupted);
         }
+        // Passed on already, by an earlier bridge or in an earlier life.
         if version <= self.newest() {
             return Ok(version);
         }
+        // The service does not wait for explorers: it only publishes, so one that is slow holds
+        // nobody up.
         let options = SendOptions::new()
             .version(version)
             .wait(WaitFor::Sent)
@@ -145,17 +151,21 @@ impl HeldVersions {
             Ok(()) => {}
             // The first version, or those of another model: explorers join again by the new info.
             Err(Error::EmptySet | Error::WrongWeights { .. }) => {
+                // The old sender drops once the new one is open. Its explorers see its end.
                 *sender = Some(self.open(set, &all, version)?);
+                // Its versions went with it.
                 self.seen().versions.clear();
             }
             Err(error) => return Err(error),
         }
+        // The saver gets snapshots of the service's own segment, which need no trainer.
         if let (Some(saver), Some(sender)) = (&self.0.saver, &*sender) {
             let models = sender.models();
             let kept = models.map(|model| sender.snapshot_of(model.as_str()));
             let saving = saver.save(kept.collect::<Result<_>>()?);
             self.saves().push((version, saving));
         }
+        // Others learn of the version only now, when explorers can have it.
         let mut seen = self.seen();
         seen.info = sender.as_ref().map(Sender::init_info);
         seen.newest = version;
@@ -234,6 +244,7 @@ impl Bridge {
         let of_thread = stop.clone();
         let body = move || {
             if let Err(error) = pass_on((from, is_own_trainer), &held, &of_thread, &mut tell)
+                // An error of a bridge that was told to stop is the consequence of that.
                 && !lock(&of_thread).stopped
             {
                 tell(FromBridge::Failed(None, told(&error)));
@@ -252,6 +263,7 @@ impl Bridge {
 impl Bridge {
     /// Tells the thread to end.
     pub(super) fn stop(&self) {
+        // One lock for both: the thread either sees the flag or has its interrupter here.
         let mut stop = lock(&self.stop);
         stop.stopped = true;
         if let Some(interrupter) = &stop.interrupter {
@@ -326,6 +338,7 @@ fn told(error: &Error) -> String {
         access.is_some_and(AccessError::is_of_files)
             || matches!(one.downcast_ref(), Some(Error::File { .. }))
     };
+    // The cause may be deep in the chain.
     while let Some(one) = next {
         if is_of_files(one) {
             tracing::warn!("the synchronizer cannot join the trainer: {error}");
@@ -371,6 +384,7 @@ fn pass_on(
     let setup = ReceiverSetup::new(from, WORKER).scheme(scheme);
     // Joining has no interrupter yet.
     let mut receiver = interruptible(is_stopped, || setup.connect(Some(JOIN)))?;
+    // Before the loop checks the flag: a stop from now on interrupts the wait.
     lock(stop).interrupter = Some(receiver.interrupter()?);
     while !is_stopped() {
         let set: SetSnapshot = receiver.set().recv()?;
@@ -380,10 +394,12 @@ fn pass_on(
             .map(|member| member.snapshot.clone())
             .collect();
         let version = members.iter().map(Snapshot::version).max();
+        // The number comes from the trainer, so it is checked before the version is passed on.
         let published = check_number(version.unwrap_or_default(), held.newest()).and_then(|()| {
             let publish = || held.publish(&members, || !is_stopped());
             interruptible(is_stopped, publish).map_err(|error| told(&error))
         });
+        // A version that could not be passed on is no end: the next one may be.
         tell(match published {
             Ok(version) => FromBridge::Has(version),
             Err(why) => FromBridge::Failed(version, why),

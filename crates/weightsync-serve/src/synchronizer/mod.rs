@@ -200,13 +200,18 @@ impl Synchronizer {
     ///
     /// If it may not or cannot listen there, and as [`local`](Self::local).
     pub fn serve(mut options: SynchronizerOptions, listen: &str) -> Result<Self> {
+        // Everything that can be refused is refused here, before a thread starts.
         let access = allowed(options.access.take(), CertificateRole::Trainer)?;
         let at = listening("listen", listen)?;
         access.may_listen(at).map_err(SyncError::from)?;
+        // Bound before the service starts: an address that is taken costs no thread.
         let listener = TcpListener::bind(at).map_err(|source| listen_error(at, source))?;
         let at = listener
             .local_addr()
             .map_err(|source| listen_error(at, source))?;
+        // Explorers get versions from the service's own sender, which listens at the same address
+        // as the server and with the same certificates and token. Port 0: the system chooses its
+        // port.
         let mut scheme = Distributed::new().listen(SocketAddr::new(at.ip(), 0).to_string());
         if access.insecure_plaintext {
             scheme = scheme.insecure_plaintext();
@@ -219,6 +224,7 @@ impl Synchronizer {
         }
         options.options.scheme = AnyScheme::new(scheme);
         let service = ServiceThread::start(options.options)?;
+        // Without a token there is no bearer, and only loopback may listen then.
         let secret = access.token.as_ref().map(|token| token.secret());
         let failed = |source| SyncError::Start {
             what: format!("serve at {at}"),
@@ -235,6 +241,7 @@ impl Synchronizer {
             service.shelf(),
             secret.is_some(),
         );
+        // The server has a thread of its own: the service decides and never waits for a socket.
         let thread = HttpThread::start("weightsync-sync-http", move |stopping| {
             let router = server::router(app, stopping.clone());
             server.serve(router, stopping, |_| {})
@@ -258,6 +265,7 @@ impl Synchronizer {
     pub fn connect(address: &str, access: Option<Access>) -> Result<Self> {
         let finds_access = access.is_none();
         let access = allowed(access, CertificateRole::Worker)?;
+        // The runtime of the client's requests. Its main future only waits for the end.
         let thread = HttpThread::start("weightsync-sync", |mut stopping| async move {
             stopping.wait().await;
         });
@@ -280,6 +288,8 @@ impl Synchronizer {
     /// Where it serves, or where the one of another process is.
     pub fn address(&self) -> Option<SocketAddr> {
         match (&self.server, &self.link) {
+            // An address such as 0.0.0.0 cannot be connected to, so parties get the one that this
+            // machine has towards others.
             (Some((_, at)), _) => reached(*at).ok().or(Some(*at)),
             (None, ServiceLink::Remote(remote)) => Some(remote.addr()),
             (None, ServiceLink::Local(..)) => None,
@@ -293,6 +303,7 @@ impl Synchronizer {
     ///
     /// If there is no route.
     pub fn route(&self) -> Result<Option<IpAddr>> {
+        // On loopback every sender of this machine can be reached, so there is no route to name.
         let Some(at) = self.address().filter(|at| !at.ip().is_loopback()) else {
             return Ok(None);
         };
@@ -316,6 +327,8 @@ impl Synchronizer {
         timeout: Option<Duration>,
     ) -> Result<Trainer> {
         let link = match &self.link {
+            // The trainer's certificate is another than the explorers', so it is read again for
+            // this role.
             ServiceLink::Remote(remote) if self.finds_access => {
                 let access = allowed(None, CertificateRole::Trainer)?;
                 ServiceLink::Remote(Arc::new(remote.with_access(access)?))

@@ -76,6 +76,8 @@ impl PartyOptions {
             style: self.style,
             method: self.method,
             step: self.step,
+            // A party that joins for the first time has no earlier sync, so its steps count from
+            // here.
             synced: self.step,
             version: Version::NONE,
             version_step: 0,
@@ -107,6 +109,8 @@ impl Trainer {
         // The versions of its store may be of a run that this synchronizer knows nothing of.
         let stored = lasting::newest_of(&from)?;
         let join = options.join(Role::Trainer, Some(from));
+        // The trainer waits for a synchronizer that is not there yet, as parties and service may
+        // start in any order.
         let membership = PartyMembership::join(link, join, deadline(timeout))?;
         let (joined, step) = (&membership.joined, membership.join.step);
         if joined.newest_step > step {
@@ -164,10 +168,14 @@ impl Trainer {
         publish: impl FnOnce(Version) -> Result<T>,
     ) -> Result<T> {
         let until = deadline(timeout);
+        // The number is used up before it is announced: after an error it never names other
+        // weights.
         let version = self.next_version();
         self.highest = version;
+        // Announced first, because explorers can load the version before `publish` returns.
         self.announce(version, self.membership.join.step, until)?;
         let published = publish(version)?;
+        // With `Direct` nothing was sent yet: the first sync meets explorers and sends it.
         if self.membership.joined.method != Method::Direct {
             let answer = self.published(version, self.membership.join.step, until)?;
             if !answer.is_synced() {
@@ -216,10 +224,14 @@ impl Trainer {
                 step,
                 timeout_ms: ms(timeout),
             };
+            // With `Direct` the trainer sends only once explorers are waiting. `Go` says so.
             match self.membership.ask(request, timeout, until) {
                 Ok(Reply::Go {}) => {}
+                // No explorer came in time, or the meeting ended in another way: nothing is sent.
                 Ok(Reply::Trained(answer)) => return Ok(answer),
                 Ok(_) => return Err(SyncError::Protocol.into()),
+                // The service was away and knows nothing of the meeting. The caller tries again
+                // with its next sync.
                 Err(Unanswered::Away(why)) => return Ok(not_trained(version, step, why)),
                 Err(lost) => {
                     // It may have been told to begin, and will not.
@@ -229,12 +241,15 @@ impl Trainer {
                 }
             }
         }
+        // With `Direct` this says nothing: the meeting has named the version already.
         self.announce(version, step, until)?;
         if let Err(error) = publish(version, until) {
             let reason = short(&error.to_string());
+            // Explorers or a meeting may wait for this version, so they are told.
             let _ = self.membership.say(Request::Failed {
                 reason: reason.clone(),
             });
+            // Only an error that a later attempt may not have becomes an answer.
             return match is_mended(&error) {
                 true => Ok(TrainerAnswer {
                     ended: Ended::Failed,
@@ -261,10 +276,12 @@ impl Trainer {
     /// Says that a version can be had, and waits until the synchronizer has it.
     fn published(&mut self, version: Version, step: u64, until: Deadline) -> Result<TrainerAnswer> {
         self.highest = self.highest.max(version);
+        // What the trainer joins again with, if the service is away now.
         (
             self.membership.join.version,
             self.membership.join.version_step,
         ) = (version, step);
+        // Asked again for as long as there is time: publishing twice changes nothing.
         loop {
             let timeout = left(until);
             let request = match self.membership.joined.method {
@@ -313,6 +330,7 @@ impl Trainer {
 
 /// Whether a caller that tries again after its next step may succeed.
 pub(super) fn is_mended(error: &Error) -> bool {
+    // `Reconnect` counts too: an explorer's fetcher joins again.
     let is_mended = matches!(error.remedy(), Remedy::Retry | Remedy::Reconnect);
     is_mended && !matches!(error, Error::Interrupted)
 }

@@ -82,6 +82,7 @@ impl BlockingTurns {
         &self,
         call: impl FnOnce() -> T + Send + 'static,
     ) -> Option<T> {
+        // Waits without a thread: only a call that has its turn takes one.
         let turn = self.0.clone().acquire_owned().await.ok()?;
         let called = tokio::task::spawn_blocking(move || {
             let _turn = turn;
@@ -120,7 +121,10 @@ impl App {
         let Some(shelf) = self.shelf.clone() else {
             return BTreeSet::new();
         };
+        // Read before the turn: another request may hold it for long.
         let last = shelf.last_listed();
+        // Dropped at the timeout, the call goes on and keeps its turn. Requests meanwhile get the
+        // last list.
         match timeout(LISTED, self.lists.take(move || shelf.list())).await {
             Ok(Some(Ok(versions))) => versions,
             _ => last,
@@ -183,9 +187,13 @@ async fn own_pages_only(
 fn is_own(headers: &HeaderMap, scheme: &str, has_token: bool) -> bool {
     let text = |name| headers.get(name).and_then(|text| text.to_str().ok());
     let host = text(HOST).unwrap_or_default();
+    // A page of another server can have its name lead to this machine (DNS rebinding). The browser
+    // then sends that name as the host.
     let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
     let is_address = name.trim_matches(['[', ']']).parse::<IpAddr>().is_ok();
     let is_known = has_token || is_address || name == "localhost";
+    // A page of this server has its own address as its origin. A client that is no browser sends
+    // none.
     is_known && text(ORIGIN).is_none_or(|origin| origin.strip_prefix(scheme) == Some(host))
 }
 
@@ -206,6 +214,7 @@ struct MembershipGuard(App, Party);
 
 impl Drop for MembershipGuard {
     fn drop(&mut self) {
+        // However the connection ended: the service hears of it here.
         self.0.tell(ServiceInput::Gone(self.1));
     }
 }
@@ -222,6 +231,7 @@ async fn join(
     let app = serving.app.clone();
     let (answered, answer) = oneshot::channel();
     let of_service = app.clone();
+    // The service calls this in its own thread, so it must not wait.
     let answered = Box::new(
         move |joined: Result<super::wire::JoinAnswer, RequestProblem>| {
             let party = joined.as_ref().map(|joined| Party(joined.party)).ok();
@@ -238,11 +248,14 @@ async fn join(
         Caller::Client(came),
         answered,
     ));
+    // The handler is dropped here if the client disconnects. The closure above then tells the
+    // service.
     let joined = match answer.await {
         Ok(Ok(joined)) => joined,
         Ok(Err(why)) => return problem(why),
         Err(_) => return problem(RequestProblem::Unknown {}),
     };
+    // From here on the end of the stream is the end of the party.
     let membership = MembershipGuard(app, Party(joined.party));
     let (lines, response) = LinesBody::answer(4);
     // The channel is new, so it has room.
@@ -254,6 +267,7 @@ async fn join(
         beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
+                // This waits for room: a party that does not read holds up only its own task.
                 _ = beats.tick() => if lines.send(line(&true)).await.is_err() {
                     break;
                 },
@@ -295,9 +309,13 @@ async fn ask(
     let (party, number) = (Party(party), next_request());
     let app = serving.app.clone();
     let (answered, answer) = oneshot::channel();
+    // The client may have disconnected. The reply is then dropped, and `Asking` has withdrawn the
+    // request.
     let answered = Box::new(move |reply| drop(answered.send(reply)));
     let caller = Caller::Client(came);
     app.tell(ServiceInput::Ask(party, number, caller, request, answered));
+    // Made after the request was told, so the service never hears of a withdrawal before the
+    // request.
     let mut asking = Asking {
         app,
         party,
@@ -305,6 +323,7 @@ async fn ask(
         answered: false,
     };
     let mut stopping = serving.stopping.clone();
+    // The service ends after the server, so a request that waits is ended here.
     let answer = tokio::select! {
         answer = answer => answer,
         () = stopping.wait() => return Err(problem(RequestProblem::Unknown {})),

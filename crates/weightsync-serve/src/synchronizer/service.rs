@@ -98,16 +98,22 @@ impl ServiceThread {
         let method = options.first_method();
         let found = options.lasting.find(method)?;
         let held = HeldVersions::new(options.scheme.clone(), options.history, found.saver);
+        // A restarted service has the newest version of the store at once, also if no trainer ever
+        // comes back.
         if !found.weights.is_empty() {
             held.publish(&found.weights, || true)?;
         }
         let newest = found.newest;
+        // A version of the store whose step is not on record counts as made at step 0.
         let with_step = newest.map(|(version, step)| (version, step.unwrap_or_default()));
         let mut core = Synchronizer::new(method, with_step, found.record.epoch);
+        // Numbers that an earlier life gave out are used up: other weights must never get one of
+        // them.
         if let Some((version, _)) = found.record.steps.last_key_value() {
             core.saw(Version(*version));
         }
         core.saw(Version(found.record.highest));
+        // With a store or a setting the method is the operator's choice, which no trainer changes.
         if options.method.is_some() || options.lasting.store.is_some() {
             core.fix_method();
         }
@@ -124,6 +130,8 @@ impl ServiceThread {
             last: u64::from_le_bytes(random()?) >> 16,
             number: 0,
             workers: BTreeMap::new(),
+            // Versions that the store has newer ones of come from the record. The newest comes from
+            // the store.
             published: known
                 .iter()
                 .map(|(version, step)| (*version, Some(*step)))
@@ -288,12 +296,17 @@ enum RequestKind {
 
 impl Service {
     fn run(mut self, inputs: &mpsc::Receiver<ServiceInput>) {
+        // The only loop of the service. Everything it does happens in this thread, so no state
+        // needs a lock.
         loop {
             let due = self.due();
+            // Time passes without inputs. What is due comes before the next input, however many of
+            // them wait.
             if due.is_some_and(|due| due <= self.now()) {
                 self.tick();
                 continue;
             }
+            // The service sleeps until an input comes or something is due. Nothing polls.
             let input = match due {
                 None => inputs.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Some(due) => {
@@ -306,9 +319,11 @@ impl Service {
                 Err(RecvTimeoutError::Timeout) => {}
                 Ok(ServiceInput::Join(join, caller, answer)) => {
                     let joined = self.join(*join, caller);
+                    // The caller may have gone meanwhile. Its answer then removes the party again.
                     answer(joined);
                 }
                 Ok(ServiceInput::Ask(party, number, caller, request, answer)) => {
+                    // What begins to wait below is known by this number, if its caller disconnects.
                     self.number = number;
                     self.ask(party, caller, request, answer);
                     self.events.changed();
@@ -321,6 +336,7 @@ impl Service {
                 Ok(ServiceInput::Look(look)) => look(self.status()),
             }
         }
+        // Every request that still waits gets an answer, so no caller hangs.
         for (_, member) in std::mem::take(&mut self.members) {
             if let Some(waiting) = member.waiting {
                 (waiting.answer)(Err(RequestProblem::Unknown {}));
@@ -336,10 +352,12 @@ impl Service {
     }
 
     fn now(&self) -> Moment {
+        // Microseconds since the service started. The core knows no other clock.
         Moment(self.since.elapsed().as_micros() as u64)
     }
 
     fn after(&self, timeout_ms: Option<u64>) -> Option<Moment> {
+        // The timeout comes from outside, so the arithmetic saturates.
         timeout_ms.map(|ms| Moment(self.now().0.saturating_add(ms.saturating_mul(1000))))
     }
 
@@ -351,6 +369,7 @@ impl Service {
     }
 
     fn tick(&mut self) {
+        // Deadlines of syncs and meetings are the core's. Those of the other requests follow here.
         self.tell(SyncEvent::Ticked);
         let now = self.now();
         let is_late = |member: &PartyRecord| {

@@ -44,6 +44,7 @@ pub fn method(word: &str) -> Result<Method> {
 
 /// The usual word for a method.
 pub fn method_word(method: Method) -> &'static str {
+    // The first word of a method is the usual one.
     let found = METHODS.iter().find(|(_, known)| *known == method);
     found.map_or("memory", |(word, _)| word)
 }
@@ -101,6 +102,7 @@ impl StyleWords {
         let interval = self.interval.unwrap_or(1);
         let interval = NonZero::new(interval)
             .ok_or_else(|| bad("interval", "1 step or more", &interval.to_string()))?;
+        // A setting of another style is an error, so that a mistake is not ignored.
         for (name, value, of) in [
             ("offset", self.offset, "fixed"),
             ("lag", self.lag, "bounded"),
@@ -124,6 +126,7 @@ impl StyleWords {
                 trainer: interval,
                 explorer: interval,
             },
+            // `word` is one of the list above, so this is `bounded`.
             _ => Style::Bounded {
                 interval,
                 lag: self.lag.unwrap_or(1),
@@ -161,6 +164,8 @@ pub(super) fn style_word(style: Style) -> &'static str {
 /// Whether explorers of a style ever synchronise with a trainer of another one: if each waits for the
 /// other to begin, nobody does.
 pub(super) fn fit(trainer: Style, explorer: Style) -> bool {
+    // Explorers of these styles ask without a version being there. A trainer that waits for them is
+    // then woken.
     let asks = matches!(explorer, Style::Fixed { .. } | Style::ByExplorer { .. });
     asks || !matches!(trainer, Style::ByExplorer { .. })
 }

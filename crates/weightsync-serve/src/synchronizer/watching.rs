@@ -48,6 +48,7 @@ pub(super) async fn page() -> Response {
 }
 
 pub(super) async fn look(serving: &RouteState) -> Result<ServiceStatus, Response> {
+    // The service's thread makes the status between two inputs, so it is consistent.
     let (answered, answer) = oneshot::channel();
     let look = Box::new(move |status| drop(answered.send(status)));
     serving.app.tell(ServiceInput::Look(look));
@@ -60,6 +61,7 @@ pub(super) async fn look(serving: &RouteState) -> Result<ServiceStatus, Response
 pub(super) async fn status(State(serving): State<Arc<RouteState>>) -> Response {
     match look(&serving).await {
         Ok(mut status) => {
+            // Listing a store may take long. Only this request waits for it, and not the service.
             let stored = serving.app.stored().await;
             for one in &mut status.versions {
                 one.held |= stored.contains(&one.version);
@@ -83,6 +85,7 @@ pub(super) async fn metrics(State(serving): State<Arc<RouteState>>) -> Response 
 /// The metrics in the text format of Prometheus.
 fn exposition(status: &ServiceStatus) -> String {
     let mut text = String::new();
+    // One closure for all: the format wants HELP and TYPE before a metric's values.
     let mut metric = |name: &str, kind: &str, help: &str, values: &[(String, u64)]| {
         let _ = writeln!(text, "# HELP weightsync_{name} {help}");
         let _ = writeln!(text, "# TYPE weightsync_{name} {kind}");
@@ -207,13 +210,17 @@ fn label(name: &str, value: &str) -> String {
 
 /// Everything that happens, as server-sent events.
 pub(super) async fn events(State(serving): State<Arc<RouteState>>, request: HeaderMap) -> Response {
+    // A reader keeps a task and a connection for as long as it likes, so their number is limited.
     let Ok(room) = serving.app.readers.clone().try_acquire_owned() else {
         let reason = "as many read events as may at a time: close one, or ask for /v1/status";
         return refused(StatusCode::SERVICE_UNAVAILABLE, reason.into());
     };
+    // A browser that connects again names the last event it has seen, and gets those after it.
     let last = request
         .get(LAST_EVENT)
         .and_then(|last| last.to_str().ok()?.parse().ok());
+    // Events up to now come from the list, later ones from the channel. None is missed between
+    // them.
     let (kept, mut live) = serving.app.events.after(last.unwrap_or(0));
     let mut changes = serving.app.events.changes();
     let (lines, mut response) = LinesBody::answer(WAITING);
@@ -222,6 +229,7 @@ pub(super) async fn events(State(serving): State<Arc<RouteState>>, request: Head
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
     let mut stopping = serving.stopping.clone();
     tokio::spawn(async move {
+        // Released when the task ends, whatever ends it.
         let _room = room;
         for record in kept {
             if lines.send(message(&record)).await.is_err() {
@@ -233,6 +241,7 @@ pub(super) async fn events(State(serving): State<Arc<RouteState>>, request: Head
         let mut due = None;
         loop {
             let next = tokio::select! {
+                // While a message is due, further changes are covered by it.
                 changed = changes.changed(), if due.is_none() => match changed {
                     Ok(()) => {
                         due = Some(Instant::now() + PAUSE);
@@ -240,12 +249,15 @@ pub(super) async fn events(State(serving): State<Arc<RouteState>>, request: Head
                     }
                     Err(_) => return,
                 },
+                // The pause bounds how often the page asks for the status.
                 () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
                     due = None;
                     Bytes::from_static(b"event: changed\ndata: {}\n\n")
                 }
                 record = live.recv() => match record {
                     Ok(record) => message(&record),
+                    // A slow reader has lost events. It is told how many, and can ask for the
+                    // status.
                     Err(RecvError::Lagged(missed)) => {
                         format!("event: missed\ndata: {{\"missed\":{missed}}}\n\n").into()
                     }
@@ -256,6 +268,7 @@ pub(super) async fn events(State(serving): State<Arc<RouteState>>, request: Head
                 () = lines.closed() => return,
                 () = stopping.wait() => return,
             };
+            // Waits for a slow reader. Events pile up in the channel meanwhile, up to its bound.
             if lines.send(next).await.is_err() {
                 return;
             }

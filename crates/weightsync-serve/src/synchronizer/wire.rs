@@ -361,5 +361,6 @@ impl fmt::Display for TrainerAnswer {
 
 /// A reason, cut to a length that many answers can have.
 pub(super) fn short(reason: &str) -> String {
+    // 400 bytes: an answer to a trainer has a line of each explorer.
     reason[..reason.floor_char_boundary(400)].to_owned()
 }

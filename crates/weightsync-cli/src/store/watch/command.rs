@@ -22,6 +22,8 @@ const GRACE: Duration = Duration::from_secs(5);
 pub fn run(command: &str, pulled: &Pulled, signals: &Signals) -> io::Result<Option<ExitStatus>> {
     let mut shell = Command::new("sh");
     shell
+        // The path is an argument of the shell and no part of its script, so no path can be a
+        // command.
         .arg("-c")
         .arg(script(command))
         .arg("sh")
@@ -30,6 +32,7 @@ pub fn run(command: &str, pulled: &Pulled, signals: &Signals) -> io::Result<Opti
         .env("WEIGHTSYNC_VERSION", pulled.version.0.to_string())
         .env("WEIGHTSYNC_MODEL", pulled.model.as_str())
         .env("WEIGHTSYNC_DIGEST", pulled.digest.to_string())
+        // The command reads nothing from the terminal.
         .stdin(Stdio::null())
         // So that a signal reaches what the shell has started.
         .process_group(0);
@@ -38,6 +41,7 @@ pub fn run(command: &str, pulled: &Pulled, signals: &Signals) -> io::Result<Opti
 }
 
 fn run_to_end(shell: &mut Command, signals: &Signals) -> io::Result<Option<ExitStatus>> {
+    // A signal before the start: the command does not begin.
     if signals.caught().is_some() {
         return Ok(None);
     }
@@ -59,15 +63,18 @@ fn run_to_end(shell: &mut Command, signals: &Signals) -> io::Result<Option<ExitS
 /// Ends a process group: a second signal kills it at once.
 fn end(child: &mut Child, signals: &Signals) -> io::Result<()> {
     let group = Pid::from_child(child);
+    // The whole group: what the shell has started gets the signal too.
     let _ = kill_process_group(group, Signal::TERM);
     let until = Instant::now() + GRACE;
     // It is not reaped, so that its number is nobody else's.
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     let mut is_late = false;
+    // A second signal, or the end of the time, kills the group below.
     while matches!(waitid(WaitId::Pid(group), options), Ok(None)) && !is_late && !signals.again() {
         thread::sleep(LOOK);
         is_late = Instant::now() >= until;
     }
+    // Also after an orderly end of the shell: what it has left behind in the group ends.
     let _ = kill_process_group(group, Signal::KILL);
     if is_late {
         // Nobody may read it: the terminal may be gone, which is what SIGHUP says.
@@ -90,6 +97,8 @@ fn script(command: &str) -> String {
         match (one, open.last()) {
             ('{', within) if rest.peek() == Some(&'}') => {
                 rest.next();
+                // Inside single quotation marks nothing is expanded, so the argument steps out of
+                // them.
                 script += match within {
                     Some('"') => "${1}",
                     Some('\'') => "'\"$1\"'",
@@ -97,13 +106,16 @@ fn script(command: &str) -> String {
                 };
                 continue;
             }
+            // The innermost mark is closed by its own kind.
             (mark, Some(opened)) if mark == *opened => drop(open.pop()),
             (_, Some('\'')) => {}
+            // An escaped character opens and closes nothing.
             ('\\', _) => {
                 script.push(one);
                 script.extend(rest.next());
                 continue;
             }
+            // Within `$( … )` quoting begins again, even inside double quotation marks.
             ('$', _) if rest.peek() == Some(&'(') => {
                 script.push(one);
                 script.extend(rest.next());
@@ -112,6 +124,7 @@ fn script(command: &str) -> String {
             }
             ('(', Some(')')) => open.push(')'),
             ('`' | '"', _) => open.push(one),
+            // Inside double quotation marks an apostrophe is a character like others.
             ('\'', within) if within != Some(&'"') => open.push(one),
             _ => {}
         }

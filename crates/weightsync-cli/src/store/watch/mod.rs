@@ -74,6 +74,7 @@ fn watch(args: &WatchArgs, signals: &Signals) -> Result<u8, Box<dyn Error>> {
         (None, Some(temporary)) => temporary.path().into(),
         (None, None) => unreachable!("one of the two is there"),
     };
+    // Held as long as watching lasts.
     let _lock = lock(&out)?;
     let mut watched = WatchedStore {
         store,
@@ -87,10 +88,13 @@ fn watch(args: &WatchArgs, signals: &Signals) -> Result<u8, Box<dyn Error>> {
         pause: PAUSES[0],
     };
     loop {
+        // Pulled before the command runs, so the command finds a whole directory.
         let pulled = match watched.next() {
             Ok(Some(pulled)) => pulled,
             Ok(None) => continue,
+            // A signal ended the wait. It is no failure of the store.
             Err(error) if signals.caught().is_some() => return Err(error.into()),
+            // The store may be out of reach for a while. Watching goes on.
             Err(error) if error.remedy() == Remedy::Retry => {
                 eprintln!("weightsync: {}", shown(&error.to_string()));
                 interrupt::sleep(watched.pause)?;
@@ -102,10 +106,12 @@ fn watch(args: &WatchArgs, signals: &Signals) -> Result<u8, Box<dyn Error>> {
         watched.pause = PAUSES[0];
         super::warn(&pulled.damage);
         let name = format!("{} {}", shown(pulled.model.as_str()), pulled.version);
+        // One command at a time: versions that come meanwhile are passed over but for the newest.
         let Some(status) = command::run(&args.exec, &pulled, signals)? else {
             // A signal ended it.
             return Ok(signals.caught().map_or(SUCCESS, |signal| 128 + signal));
         };
+        // Only after the command has ended, because it may read older directories.
         watched.remove_others(pulled.version, status.success());
         match status.success() {
             true => eprintln!("weightsync: {name}: the command succeeded"),
@@ -153,6 +159,7 @@ struct WatchedStore {
 impl WatchedStore {
     /// Waits for a version, and writes it out. `None` if it is not one to run the command for.
     fn next(&mut self) -> Result<Option<Pulled>, StoreError> {
+        // What is there at the start counts as seen.
         if self.leaves_newest {
             let newest = self.store.wait_newer(None, Some(Duration::ZERO))?;
             let stored = newest.as_ref().and_then(|newest| self.stored(newest));
@@ -164,6 +171,7 @@ impl WatchedStore {
             return Ok(None);
         };
         let mut pulled = self.pull(&newest);
+        // A damaged version is no end: the one before may be whole.
         if let Err(StoreError::Damaged(damage)) = &pulled {
             eprintln!("weightsync: {}", shown(&damage.to_string()));
             pulled = self.pull_before(newest.sequence);
@@ -173,6 +181,7 @@ impl WatchedStore {
             Err(StoreError::NoSuchVersion { .. }) => Ok(None),
             pulled => {
                 let pulled = pulled?;
+                // Only now: after an error the version is looked at again.
                 self.seen = Some(newest.sequence);
                 self.ran = pulled.as_ref().map(|one| one.version).or(self.ran);
                 Ok(pulled)
@@ -233,11 +242,13 @@ impl WatchedStore {
         let mut kept = 0;
         for (version, path) in versions_in(&self.out) {
             let is_older = succeeded && version <= than;
+            // A directory of an older version stays until a command has succeeded with a newer one.
             if failed != Some(version) && (!is_older || kept < KEPT) {
                 kept += usize::from(is_older);
                 continue;
             }
             if let Err(error) = weightsync_store::remove_pulled(&path)
+                // Said once for each directory, and tried again each time.
                 && self.left.insert(path.clone())
             {
                 let (path, error) = (path.display().to_string(), error.to_string());
@@ -254,6 +265,7 @@ fn versions_in(out: &Path) -> Vec<(Version, PathBuf)> {
         let name = entry.file_name();
         let version = name.to_str()?.strip_prefix('v')?.parse().ok()?;
         let path = entry.path();
+        // Only a directory with the mark of a pull is ever removed.
         path.join(weightsync_store::PULL_MARK)
             .is_file()
             .then_some((Version(version), path))

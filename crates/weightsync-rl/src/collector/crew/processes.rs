@@ -22,6 +22,7 @@ impl Processes {
     /// Starts one process for each of `starts`, whose messages are of `longest`
     /// bytes at most.
     pub fn start(spawn: Spawn, starts: &[Start], longest: usize) -> Result<Self, Error> {
+        // Encoded before any process starts, so a description that cannot be encoded starts none.
         let inits = starts.iter().map(wire::encode);
         let inits = inits.collect::<Result<Vec<_>, _>>()?;
         let workers = spawn
@@ -57,6 +58,8 @@ impl Crew for Processes {
     fn hear(&mut self, timeout: Option<Duration>) -> Option<(usize, Heard)> {
         let (worker, event) = self.0.recv_any(timeout)?;
         let heard = match event {
+            // The bytes come from another process. What cannot be read is its fault, and no error
+            // of the trainer.
             Event::Frame(bytes) => match wire::decode::<Collected>(&bytes) {
                 Ok(collected) => {
                     let (ticket, frames) = collected.into_frames();
@@ -65,6 +68,7 @@ impl Crew for Processes {
                 Err(error) => Heard::Nonsense(error.to_string()),
             },
             Event::Exited(exit) => Heard::Ended(WorkerEnding::Process(exit)),
+            // No other event is expected of a worker that the collector restarts itself.
             other => Heard::Nonsense(format!("it says {other:?}")),
         };
         Some((worker, heard))

@@ -113,12 +113,14 @@ impl Crew for ThreadCrew {
             let is_end = matches!(heard, Heard::Ended(_));
             let place = &mut self.places[worker];
             if number == place.number {
+                // The thread has sent its last message, so the join does not wait for long.
                 if is_end && let Some(running) = place.running.take() {
                     // Its panic has been caught, and told.
                     let _ = running.thread.join();
                 }
                 return Some((worker, heard));
             }
+            // The end of a thread that was left alone: only its handle is of interest.
             if is_end {
                 self.reap(number);
             }
@@ -146,13 +148,17 @@ impl Crew for ThreadCrew {
     }
 
     fn kill(&mut self, worker: usize) -> Result<(), Error> {
+        // A number that no thread has, so nothing of the old thread counts from here on.
         let number = self.next_number();
         let place = &mut self.places[worker];
         if let Some(running) = place.running.take() {
             // It ends with the part it is at. Another may join in its place now.
             running.live.give_up();
+            // Messages of the old thread carry its old number, and are dropped when they are heard.
             let before = std::mem::replace(&mut place.number, number);
             self.left_alone.push((before, running.thread));
+            // The thread cannot say that it has ended, so the crew says it. The schedule hears an
+            // end as of a process.
             let ended = Heard::Ended(WorkerEnding::Thread("it was left alone".into()));
             // It is listened to here.
             let _ = self.tell.send((worker, number, ended));
@@ -170,6 +176,7 @@ impl Crew for ThreadCrew {
         for worker in 0..self.places.len() {
             let _ = self.kill(worker);
         }
+        // A thread that hangs is left behind after this time.
         let until = Some(Instant::now() + SHUTDOWN);
         while !self.left_alone.is_empty()
             && let Some((_, number, heard)) = self.receive(until)
@@ -198,6 +205,8 @@ struct ThreadChannel {
 
 impl ThreadChannel {
     fn run(self, start: Start) {
+        // A panic must not pass in silence: the trainer would wait for this worker until its
+        // deadline.
         let words = match catch_unwind(AssertUnwindSafe(|| serve::work(&self, start, &self.live))) {
             Ok(Ok(())) => "nothing more was asked of it".into(),
             Ok(Err(error)) => error.to_string(),
@@ -215,6 +224,7 @@ impl Port for ThreadChannel {
     }
 
     fn request(&self) -> Result<Option<Collect>, Error> {
+        // Ends when the trainer drops its sender, and when it has given the thread up.
         let request = self.requests.recv().ok();
         Ok(request.filter(|_| !self.live.is_given_up()))
     }

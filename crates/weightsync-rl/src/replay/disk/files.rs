@@ -97,16 +97,21 @@ impl Files {
         capacity: usize,
     ) -> Result<(Self, DirectoryContents), Error> {
         fs::create_dir_all(dir).map_err(failed("create", dir))?;
+        // Locked first: two processes must not both find the directory empty and make a buffer.
         let lock = lock(dir)?;
         let found = described(dir)?;
+        // Another schema would read rows at wrong places.
         if let Some(found) = &found {
             compare(dir, found, schema, capacity)?;
         }
         let is_new = found.is_none();
+        // All files are opened relative to this directory, without following links.
         let at = OpenDir::open(dir).map_err(failed("open", dir))?;
         let file = |part: FileKind| -> Result<File, Error> {
             let path = path_of(dir, part);
             let name = path.file_name().unwrap_or_default();
+            // Without a schema no buffer was ever finished here, so files may be missing. With one,
+            // a missing file is damage.
             let file = match is_new {
                 true => at.file_or_new(name),
                 false => at.file_to_write(name),
@@ -125,6 +130,7 @@ impl Files {
                 .iter()
                 .try_for_each(|(file, path)| refuse_data(file, path))?;
             for (file, path) in &opened {
+                // What an unfinished attempt has left goes, so the files are all zeros.
                 file.set_len(0).map_err(failed("empty", path))?;
             }
         }
@@ -133,8 +139,11 @@ impl Files {
             let path = path_of(dir, part);
             let file = file(part)?;
             let len = file.metadata().map_err(failed("look at", &path))?.len();
+            // The shortest file decides how many rows are whole.
             let row = row_bytes as u64;
             rows = rows.min(usize::try_from(len / row).unwrap_or(usize::MAX));
+            // The length is a promise that later writes rely on: a hole costs no disk until it is
+            // written.
             if len < row * capacity as u64 {
                 let whole = file.set_len(row * capacity as u64);
                 whole.map_err(failed("lengthen", &path))?;
@@ -174,6 +183,8 @@ impl Files {
     pub fn describe(&self, schema: &Schema, capacity: usize) -> Result<(), Error> {
         let parts = (0..self.columns.len()).map(FileKind::Column);
         for part in parts.chain([FileKind::Stamps, FileKind::Header]) {
+            // Data, then the schema: once the schema is there, all files have their lengths and the
+            // first header.
             let synced = self.file(part).sync_all();
             synced.map_err(self.failed("sync", part))?;
         }
@@ -185,6 +196,7 @@ impl Files {
         let path = self.dir.join(SCHEMA);
         let put = || {
             let bytes = serde_json::to_vec_pretty(&description)?;
+            // Durable: the name appears only with its content on the disk.
             replace(&path, PLAIN, true, |file| file.write_all(&bytes))
         };
         put().map_err(failed("write", &path))
@@ -194,6 +206,7 @@ impl Files {
     pub fn read_header(&self) -> Result<[u8; HEADER_BYTES], Error> {
         let mut bytes = [0; HEADER_BYTES];
         match self.header.read_exact_at(&mut bytes, 0) {
+            // A file without its end was cut by something else than this program.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 Err(self.damaged_header("it is cut"))
             }
@@ -230,6 +243,7 @@ impl Files {
 
     /// Waits until what was written to a file is on the disk.
     pub fn sync(&self, part: FileKind) -> Result<(), Error> {
+        // `sync_data` is enough: the lengths of files do not change after `open`.
         let synced = self.file(part).sync_data();
         synced.map_err(self.failed("sync", part))?;
         #[cfg(test)]
@@ -290,6 +304,7 @@ fn refuse_data(file: &File, path: &Path) -> Result<(), Error> {
         }
         let mut header = [0; HEADER_BYTES];
         let len = file.metadata()?.len();
+        // The first header may have been written without a schema after it.
         if len == HEADER_BYTES as u64 {
             file.read_exact_at(&mut header, 0)?;
             let said = HeaderWriter::read(&header, u64::MAX);
@@ -297,6 +312,7 @@ fn refuse_data(file: &File, path: &Path) -> Result<(), Error> {
                 return Ok(true);
             }
         }
+        // A file system without holes stores the zeros.
         let (mut piece, mut at) = (vec![0; 1 << 20], 0);
         while at < len {
             let read = file.read_at(&mut piece, at)?;
@@ -321,6 +337,7 @@ fn lock(dir: &Path) -> Result<File, Error> {
     let path = dir.join("lock");
     let file = OpenDir::open(dir).and_then(|dir| dir.file_or_new("lock"));
     let file = file.map_err(failed("open", &path))?;
+    // The lock is on the open file, so it ends with the process, however that ends.
     match file.try_lock() {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => Err(Error::ReplayBufferInUse {
@@ -335,8 +352,10 @@ fn described(dir: &Path) -> Result<Option<RingDescription>, Error> {
     let path = dir.join(SCHEMA);
     let mut text = Vec::new();
     match OpenDir::open(dir).and_then(|dir| dir.file(SCHEMA)) {
+        // No schema means no buffer. Any other error must not be taken for an empty directory.
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         file => {
+            // Bounded: the file may be something else.
             let read = file.and_then(|file| file.take(LONGEST_SCHEMA).read_to_end(&mut text));
             read.map_err(failed("read", &path))?;
         }

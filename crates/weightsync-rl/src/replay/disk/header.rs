@@ -53,6 +53,7 @@ impl RingHeader {
 
     /// Whether these numbers can be those of a ring of this capacity.
     fn is_possible(&self, capacity: u64) -> bool {
+        // The claim may go beyond what is committed, and never by more than the ring has rows.
         self.oldest <= self.committed
             && self.flushed <= self.committed
             && self.committed <= self.claimed
@@ -72,12 +73,14 @@ pub(super) struct HeaderWriter {
 impl HeaderWriter {
     /// Reads a header file: the newest header in it, if there is one.
     pub fn read(file: &[u8; HEADER_BYTES], capacity: u64) -> Option<(Self, RingHeader)> {
+        // A torn slot fails its checksum and does not count.
         let slots = file.chunks_exact(SLOT).map(|slot| parse(slot, capacity));
         let slots: Vec<_> = slots.collect();
         let (number, header) = slots.iter().flatten().max_by_key(|(number, _)| *number)?;
         // Of a pair, the next one to write is the one that is older or torn.
         let next = |pair: usize| {
             let number = |slot: usize| slots[slot].map_or(0, |(number, _)| number);
+            // Overwriting the older one leaves the newer one whole if this write is torn.
             pair + usize::from(number(pair) > number(pair + 1))
         };
         let writer = Self {
@@ -105,6 +108,7 @@ impl HeaderWriter {
             HeaderSlots::Synced => &mut self.synced,
         };
         let offset = *slot * SLOT;
+        // The two slots of a pair are neighbours, and the pair begins at an even number.
         *slot ^= 1;
         let words = [
             MARK,
@@ -120,6 +124,7 @@ impl HeaderWriter {
             place.copy_from_slice(&word.to_le_bytes());
         }
         let (said, checksum) = bytes.split_at_mut((WORDS - 1) * 8);
+        // Over everything before it, so a torn write of 64 bytes is found.
         checksum.copy_from_slice(&crc64(&[said]).to_le_bytes());
         (offset as u64, bytes)
     }
@@ -147,6 +152,8 @@ fn parse(slot: &[u8], capacity: u64) -> Option<(u64, RingHeader)> {
         flushed,
         reserved,
     };
+    // The numbers are checked as well: a checksum only shows that the bytes are those that were
+    // written.
     let is_whole = mark == MARK && checksum == crc64(&[said]) && header.is_possible(capacity);
     is_whole.then_some((number, header))
 }

@@ -51,6 +51,7 @@ impl Disk {
     pub fn open(dir: &Path, schema: &Schema, capacity: usize) -> Result<Self, Error> {
         let (files, found) = Files::open(dir, schema, capacity)?;
         let (writer, header) = match found {
+            // A new buffer says that it is empty before its schema says that it exists.
             DirectoryContents::New => (HeaderWriter::new(), RingHeader::default()),
             DirectoryContents::Rows(_) => {
                 HeaderWriter::read(&files.read_header()?, capacity as u64)
@@ -59,6 +60,7 @@ impl Disk {
         };
         let frame_bytes = schema.all_frame_bytes().to_vec();
         let small = frame_bytes.iter();
+        // Columns that are not small get no bytes in memory.
         let small: Vec<usize> = small.map(|&it| if it <= SMALL { it } else { 0 }).collect();
         let mut disk = Self {
             files: Arc::new(files),
@@ -70,10 +72,12 @@ impl Disk {
         };
         match found {
             DirectoryContents::New => {
+                // Synced before the schema is: the schema makes the directory a buffer.
                 disk.say(header, HeaderSlots::Synced)?;
                 disk.files.describe(schema, capacity)?;
             }
             DirectoryContents::Rows(rows) => {
+                // What was lost is cut before anything is read.
                 disk.recover(rows)?;
                 disk.load_small()?;
             }
@@ -94,7 +98,9 @@ impl Disk {
     /// Writes frames into the rows of their ids, which follow all others. On an
     /// error they do not count, but those that they replace are gone.
     pub fn write(&mut self, ids: Range<u64>, columns: &[&[u8]], sums: &[u64]) -> Result<(), Error> {
+        // The header first: from here on a crash leaves the overwritten rows marked as taken.
         self.claim(&ids)?;
+        // The stamp binds a row to its id, so an older frame in the row is not taken for this one.
         let stamps = ids.clone().zip(sums).map(|(id, &sum)| stamp(id, sum));
         let stamps: Vec<u8> = stamps.flat_map(u64::to_le_bytes).collect();
         for stretch in stretches(ids.clone(), self.capacity) {
@@ -111,7 +117,10 @@ impl Disk {
             committed: ids.end,
             ..self.header
         };
+        // A process that is killed here leaves the frames whole. After a power cut the checksums
+        // decide.
         self.say(committed, HeaderSlots::Quick)?;
+        // Readers get small columns from memory, so this comes when the frames count.
         self.small.write(ids, columns);
         Ok(())
     }
@@ -124,6 +133,7 @@ impl Disk {
         out: &mut [u8],
     ) -> Result<(), Error> {
         let bytes = self.frame_bytes[column];
+        // Small columns are all in memory.
         if bytes <= SMALL {
             self.small.read(column, ids, out);
             return Ok(());
@@ -134,7 +144,10 @@ impl Disk {
     /// Frames below this id were synced.
     pub fn flushed(&mut self, end: u64) -> Result<(), Error> {
         let flushed = RingHeader {
+            // Frames that were written during the sync are not below `end`.
             flushed: end.max(self.header.flushed),
+            // The header is synced anyway, so the reservation shrinks to what is claimed: an
+            // opening then checks fewer rows.
             reserved: self.header.claimed,
             ..self.header
         };
@@ -152,13 +165,17 @@ impl Disk {
             committed, claimed, ..
         } = self.header;
         // A write that failed may have left whole frames with these ids.
+        // Their stamps would match if these ids were used again and the new write were lost.
         self.wipe(committed..claimed)?;
         let capacity = self.capacity as u64;
         let mut claim = RingHeader {
+            // The rows of these frames are about to be overwritten, so the frames are gone from
+            // here on.
             oldest: self.header.oldest.max(ids.end.saturating_sub(capacity)),
             claimed: ids.end,
             ..self.header
         };
+        // The last synced header allows these ids, so no sync is needed.
         if ids.end <= claim.reserved {
             return self.say(claim, HeaderSlots::Quick);
         }
@@ -170,9 +187,11 @@ impl Disk {
     fn say(&mut self, header: RingHeader, slots: HeaderSlots) -> Result<(), Error> {
         let (offset, bytes) = self.writer.next(&header, slots);
         self.files.write(FileKind::Header, offset, &bytes)?;
+        // A write alone may reach the disk late or never.
         if slots == HeaderSlots::Synced {
             self.files.sync(FileKind::Header)?;
         }
+        // Only when it is written: after an error the old header still holds.
         self.header = header;
         Ok(())
     }
@@ -186,8 +205,10 @@ impl Disk {
             let place = stretch.in_ring(8);
             let zeros = vec![0; place.len()];
             self.files
+                // Zero is no stamp.
                 .write(FileKind::Stamps, place.start as u64, &zeros)?;
         }
+        // Before any row is written for these ids again.
         self.files.sync(FileKind::Stamps)
     }
 
@@ -196,12 +217,17 @@ impl Disk {
         let capacity = self.capacity as u64;
         let reserved = self.header.reserved;
         let mut live = self.header.live();
+        // A file was cut, so rows from there on are zeros.
         if rows < self.capacity {
             live = outside(live, rows as u64, capacity);
         }
         // Newer frames may lie in the rows of older ones, if only in some columns.
         let flushed = self.header.flushed;
+        // Ids below this may have been overwritten by frames that the header did not get to
+        // mention.
         let reached = reserved.saturating_sub(capacity).min(live.end);
+        // Damage at the front is of frames that newer ones have overwritten: what follows the last
+        // damaged one is whole.
         if let Some((_, last)) = self.damaged(live.start..reached.min(flushed))? {
             live.start = last + 1;
         }
@@ -211,6 +237,8 @@ impl Disk {
         {
             live.start = last + 1;
         }
+        // Frames after the last flush may be lost one by one. The first that is damaged ends what
+        // is kept.
         let tail = flushed.max(live.start)..live.end;
         if let Some((first, _)) = self.damaged(tail)? {
             live.end = first;
@@ -225,6 +253,7 @@ impl Disk {
         if cut == self.header {
             return Ok(());
         }
+        // Rows above the cut may carry stamps of ids that will be used again.
         self.wipe(live.end..reserved.min(live.start + capacity))?;
         self.say(cut, HeaderSlots::Synced)
     }
@@ -250,6 +279,7 @@ impl Disk {
     fn damaged(&self, mut ids: Range<u64>) -> Result<Option<(u64, u64)>, Error> {
         let mut found: Option<(u64, u64)> = None;
         let frame: usize = self.frame_bytes.iter().sum();
+        // In pieces, so that the memory does not depend on the size of the ring.
         let at_once = (CHECKED_AT_ONCE / frame).max(1) as u64;
         while !ids.is_empty() {
             let some = ids.start..ids.end.min(ids.start + at_once);
@@ -266,6 +296,7 @@ impl Disk {
             let columns: Vec<&[u8]> = columns.iter().map(Vec::as_slice).collect();
             let sums = sums(&columns, &self.frame_bytes, frames);
             let (stamps, _) = stamps.as_chunks::<8>();
+            // A checksum that fits with another id's stamp is another frame.
             for ((id, sum), got) in some.zip(sums).zip(stamps) {
                 if stamp(id, sum) != u64::from_le_bytes(*got) {
                     let first = found.map_or(id, |(first, _)| first);
@@ -311,6 +342,7 @@ fn stamp(id: u64, sum: u64) -> u64 {
     let mut mixed = id.wrapping_add(0x9e37_79b9_7f4a_7c15);
     mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    // Zero is no stamp, so a sum that would be 0 becomes 1.
     (sum ^ mixed ^ (mixed >> 31)).max(1)
 }
 
@@ -326,12 +358,15 @@ fn crc64(parts: &[&[u8]]) -> u64 {
 /// The frames up to the first that lies in a row from `rows` on, where the
 /// oldest ones that do are left out.
 fn outside(live: Range<u64>, rows: u64, capacity: u64) -> Range<u64> {
+    // The id of row 0 in the lap of the oldest frame.
     let lap = live.start / capacity * capacity;
     let start = match live.start - lap < rows {
         true => live.start,
+        // The oldest frames lie in the part that was cut, up to the end of their lap.
         false => lap + capacity,
     };
     let start = start.min(live.end);
+    // The first id of the remaining lap that lies in the cut part.
     let lost = start / capacity * capacity + rows;
     start..live.end.min(lost.max(start))
 }

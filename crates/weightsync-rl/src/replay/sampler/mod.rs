@@ -215,6 +215,7 @@ impl Draws {
     /// The oldest frames are about to be overwritten.
     pub fn evict(&mut self, ids: Range<u64>) {
         match &mut self.kind {
+            // `Uniform` keeps nothing of a frame, and a pool notices at the draw that one has gone.
             SamplerKind::Uniform | SamplerKind::WithoutReplacement(_) => {}
             SamplerKind::Prioritised(priorities) => priorities.evict(ids),
             SamplerKind::Slices(trajectories) => trajectories.evict(ids.end - ids.start),
@@ -249,6 +250,7 @@ impl Draws {
         }
         let rng = &mut self.rng;
         let ids = match &mut self.kind {
+            // Ids are consecutive, so any number in the range is a frame.
             SamplerKind::Uniform => (0..n).map(|_| rng.random_range(live.clone())).collect(),
             SamplerKind::WithoutReplacement(pool) => pool.draw(n, live, rng),
             SamplerKind::Prioritised(priorities) => return priorities.draw(n, live, rng),

@@ -34,11 +34,13 @@ impl Pool {
     pub fn draw(&mut self, n: usize, live: &Range<u64>, rng: &mut EnvRng) -> Vec<u64> {
         let mut ids = Vec::with_capacity(n);
         while ids.len() < n {
+            // The epoch is over: all frames that are there now make the next one.
             if self.left.is_empty() {
                 self.left.extend(live.clone());
             }
             let place = rng.random_range(0..self.left.len());
             let id = self.left.swap_remove(place);
+            // A frame that was overwritten since is skipped. It was not drawn, so the loop goes on.
             if live.contains(&id) {
                 ids.push(id);
             }

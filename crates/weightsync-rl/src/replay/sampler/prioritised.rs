@@ -40,10 +40,13 @@ impl Priorities {
     }
 
     pub fn evict(&mut self, ids: Range<u64>) {
+        // A row without a frame weighs nothing, so no draw finds it.
         self.fill(ids, 0.0);
     }
 
     pub fn append(&mut self, ids: Range<u64>) {
+        // Each new frame is likely to be drawn at least once soon: nothing is known of its error
+        // yet.
         self.fill(ids, self.largest_share);
     }
 
@@ -56,6 +59,7 @@ impl Priorities {
                 values: values.len(),
             });
         }
+        // All values are checked before the first is set, so an error changes nothing.
         for &value in values {
             self.share(value)?;
         }
@@ -63,6 +67,7 @@ impl Priorities {
             if live.contains(&id) {
                 let share = self.share(value)?;
                 self.tree.set((id % self.capacity as u64) as usize, share);
+                // Never lowered: new frames keep the largest priority that was ever seen.
                 if value > self.largest {
                     (self.largest, self.largest_share) = (value, share);
                 }
@@ -88,6 +93,7 @@ impl Priorities {
         let mut shares = Vec::with_capacity(n);
         let capacity = self.capacity as u64;
         for _ in 0..n {
+            // A point of the whole mass belongs to a frame with the probability of its share.
             let (row, share) = self.tree.find(rng.random::<f64>() * total);
             // The id of the live frame in this row.
             let ahead = (row as u64 + capacity - live.start % capacity) % capacity;
@@ -108,6 +114,7 @@ impl Priorities {
     /// `(priority + eps) ^ alpha`, if a ring full of it has a finite sum.
     fn share(&self, priority: f32) -> Result<f64, Error> {
         let share = (f64::from(priority) + self.settings.eps).powf(self.settings.alpha);
+        // The sum over a full ring must stay finite, because the tree holds it.
         let full = share * self.capacity as f64;
         if priority >= 0.0 && full.is_finite() {
             Ok(share)
@@ -178,11 +185,13 @@ impl SumTree {
     /// Sets a range that is not empty.
     fn fill(&mut self, leaves: Range<usize>, share: f64) {
         let (mut first, mut last) = (leaves.start, leaves.end - 1);
+        // The leaves first, and then each level above from the one below.
         self.sums[0][first..=last].fill(share);
         for level in 1..self.sums.len() {
             let (sums_below, sums) = self.sums.split_at_mut(level);
             let (least_below, least) = self.least.split_at_mut(level);
             let (sums_below, least_below) = (&sums_below[level - 1], &least_below[level - 1]);
+            // The same range, one level up: only its nodes have changed.
             (first, last) = (first / FAN, last / FAN);
             for node in first..=last {
                 let children = node * FAN..(node + 1) * FAN;
@@ -191,6 +200,8 @@ impl SumTree {
                 let smallest = |of: &mut dyn Iterator<Item = f64>| of.fold(f64::INFINITY, f64::min);
                 least[0][node] = match least_below.get(children) {
                     Some(least) => smallest(&mut least.iter().copied()),
+                    // The level above the leaves has no list of least shares below it. Zeros are
+                    // rows without a frame.
                     None => smallest(&mut shares.iter().copied().filter(|share| *share > 0.0)),
                 };
             }
@@ -201,12 +212,14 @@ impl SumTree {
     /// above 0 as long as the total is.
     fn find(&self, mut mass: f64) -> (usize, f64) {
         let (mut node, mut found) = (0, 0.0);
+        // From the children of the root down to the leaves. The root has only the total.
         for level in self.sums.iter().rev().skip(1) {
             let first = node * FAN;
             // Rounding may leave a mass that no child has: the last one counts.
             for (child, &share) in (first..).zip(&level[first..][..FAN]) {
                 if share > 0.0 {
                     (node, found) = (child, share);
+                    // The mass falls into this child, and is looked for below it.
                     if mass < share {
                         break;
                     }

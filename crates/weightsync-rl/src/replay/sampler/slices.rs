@@ -52,6 +52,7 @@ impl TrajectoryIndex {
             ));
         };
         let is_number = matches!(schema.columns()[column].dtype(), Dtype::U64 | Dtype::I64);
+        // Numbers are compared as 8 bytes, so signed and unsigned ones are alike.
         if !is_number || schema.frame_bytes(column) != 8 {
             return refuse(format!(
                 "column {} cannot number trajectories: it needs one U64 or I64 per frame",
@@ -83,12 +84,14 @@ impl TrajectoryIndex {
     /// Frames behind all others, with the numbers of their trajectories.
     pub fn append(&mut self, mut first: u64, numbers: &[u8]) {
         let (numbers, _) = numbers.as_chunks::<8>();
+        // Neighbours with one number are one run, and cost one entry.
         for run in numbers.chunk_by(|a, b| a == b) {
             let len = run.len() as u64;
             let which = self.trajectory(run[0]);
             let trajectory = &mut self.all[which];
             let step = trajectory.end();
             match self.runs.back_mut() {
+                // The run that was written last goes on, so it only gets longer.
                 Some((last, last_len)) if *last == which => {
                     *last_len += len;
                     if let Some(run) = trajectory.runs.back_mut() {
@@ -116,6 +119,7 @@ impl TrajectoryIndex {
             let Some((which, len)) = self.runs.front_mut() else {
                 return;
             };
+            // Runs are in the order of the ring, so the oldest is at the front.
             let cut = frames.min(*len);
             frames -= cut;
             *len -= cut;
@@ -125,6 +129,7 @@ impl TrajectoryIndex {
                 self.runs.pop_front();
                 trajectory.runs.pop_front();
             } else if let Some(run) = trajectory.runs.front_mut() {
+                // The front of a run goes. `step` keeps the count of the whole trajectory.
                 run.first += cut;
                 run.step += cut;
                 run.len -= cut;
@@ -143,6 +148,7 @@ impl TrajectoryIndex {
     pub fn draw(&mut self, n: usize, rng: &mut EnvRng) -> Result<Drawn, Error> {
         let (slices, slice_len) = self.plan(n)?;
         let is_strict = self.settings.strict_len;
+        // Without strictness a shorter trajectory will do, and is padded.
         self.require(if is_strict { slice_len as u64 } else { 1 });
         if self.long_enough.is_empty() {
             return Err(Error::NothingToSample {
@@ -163,6 +169,7 @@ impl TrajectoryIndex {
             let skipped = rng.random_range(0..=steps - len);
             trajectory.push_ids(skipped, len, &mut ids);
             let (real, padded) = (ids.len(), slice * slice_len);
+            // Padding repeats the last step, so every id of a sample is of a frame that is there.
             if let (Some(mask), Some(&last)) = (&mut mask, ids.last()) {
                 mask[real..padded].fill(false);
                 ids.resize(padded, last);
@@ -201,6 +208,7 @@ impl TrajectoryIndex {
 
     /// Has only trajectories drawn that have this many steps.
     fn require(&mut self, min_len: u64) {
+        // The number of steps changes only if a sample asks for other slices than the last.
         if self.min_len != min_len {
             self.min_len = min_len;
             for which in 0..self.all.len() {
@@ -233,6 +241,7 @@ impl TrajectoryIndex {
             }
             Some(place) if !is_long_enough => {
                 trajectory.place = None;
+                // The last entry moves into the gap, and is told its new place.
                 self.long_enough.swap_remove(place);
                 if let Some(&moved) = self.long_enough.get(place) {
                     self.all[moved].place = Some(place);
@@ -257,9 +266,11 @@ impl Trajectory {
     /// The ids of `len` steps, after `skipped` ones.
     fn push_ids(&self, skipped: u64, mut len: u64, ids: &mut Vec<u64>) {
         let mut step = self.runs.front().map_or(0, |run| run.step) + skipped;
+        // The runs are in the order of steps, so a binary search finds the first that matters.
         let run = self.runs.partition_point(|run| run.step + run.len <= step);
         for run in self.runs.range(run..) {
             let first = run.first + (step - run.step);
+            // A slice may go on in the next run, where frames of other workers lie between.
             let taken = len.min(run.first + run.len - first);
             ids.extend(first..first + taken);
             step += taken;

@@ -62,6 +62,8 @@ pub(super) enum FetchFailure {
 
 impl From<FetchFailure> for weightsync_engine::Error {
     fn from(failure: FetchFailure) -> Self {
+        // An error of this end keeps its own type and remedy. The other failures become errors of
+        // the transport.
         match failure {
             FetchFailure::Own(error) => error,
             failure => Self::Transport {
@@ -100,6 +102,7 @@ pub(super) async fn set(
         let Some(part) = parts.iter().find(|part| part.model == *model) else {
             continue;
         };
+        // An unchanged model does not travel again: the set names the version that this worker has.
         let snapshot = match inbox.held(*model, part.version) {
             Some(held) => held,
             None => version(session, inbox, spec, part).await?,
@@ -123,21 +126,27 @@ async fn version(
     }
     let mut filling = Filling::new(inbox, &session.run, spec, part);
     let (mut tries, mut most) = (0, filling.at());
+    // `tries` counts attempts without progress. A slow, lossy link that makes progress is never
+    // given up.
     while filling.checked() < part.bytes as usize {
         let Err(failure) = filling.more(session).await else {
             continue;
         };
+        // Progress counts from the highest byte so far: a damaged block sets `at` back, and the
+        // repetition is no progress.
         tries = match filling.at() > most {
             true => 0,
             false => tries + 1,
         };
         most = most.max(filling.at());
+        // A version that is no longer kept cannot come back.
         if matches!(failure, FetchFailure::Replaced) || tries == TRIES {
             return Err(failure);
         }
         sleep(PAUSE).await;
     }
     let mut image = filling.take();
+    // The gaps between tensors came from outside too. Every image has zeros there.
     image.clear_padding();
     let snapshot = Snapshot::received(spec, session.run, version, image)?;
     let Some(expected) = part.digest else {
@@ -241,27 +250,34 @@ impl<'a> Filling<'a> {
         };
         let mut reply = session.client.ask(ask, PATIENCE).await?;
         match (reply.status, from) {
+            // Only these two answers fit the question: everything, or the rest.
             (StatusCode::OK, 0) | (StatusCode::PARTIAL_CONTENT, 1..) => {}
             // A proxy may drop the requested range.
             (StatusCode::OK, 1..) => {
                 let partial = self.partial();
                 (partial.at, partial.checked) = (0, 0);
             }
+            // The sender keeps this version no longer, or another sender is at its address.
             (StatusCode::NOT_FOUND | StatusCode::GONE, _) => return Err(FetchFailure::Replaced),
             (status, _) => return Err(Fault::Status { addr, status }.into()),
         }
+        // Each piece is stored at once: a later attempt continues after it.
         while let Some(bytes) = reply.next(PATIENCE).await? {
             self.inbox.note_received(bytes.len());
             let part = self.part;
             let partial = self.partial();
             let (at, image) = (partial.at, partial.image.bytes_mut());
+            // More bytes than the version has: the peer's answer is not this version.
             let Some(target) = image.get_mut(at..at + bytes.len()) else {
                 return Err(FetchFailure::Foreign { model, version });
             };
             target.copy_from_slice(&bytes);
             partial.at += bytes.len();
+            // Each block is checked as it becomes whole, so damage is found before the rest is
+            // fetched.
             partial.check(part)?;
         }
+        // The body was read to its end, so the connection can carry another request.
         reply.keep();
         let (expected, got) = (self.part.bytes, self.at() as u64);
         match got < expected {
@@ -278,6 +294,7 @@ impl<'a> Filling<'a> {
 
 impl Drop for Filling<'_> {
     fn drop(&mut self) {
+        // Also on cancellation: the task was aborted, or the sender disconnected.
         if let Some(partial) = self.partial.take() {
             self.inbox.keep_partial(self.part.model, partial);
         }
@@ -289,6 +306,8 @@ impl Partial {
     /// requested again.
     fn check(&mut self, part: &SetPart) -> Result<(), FetchFailure> {
         let all = self.image.bytes();
+        // A block is compared once it is whole. The last one ends with the version, and may be
+        // shorter.
         while self.checked < self.at {
             let end = (self.checked + BLOCK as usize).min(all.len());
             if end > self.at {
@@ -297,6 +316,8 @@ impl Partial {
             let block = self.checked / BLOCK as usize;
             let (expected, got) = (part.crc64[block].0, crc64(&all[self.checked..end]));
             if expected != got {
+                // The damaged block is fetched again from its beginning. Everything before it
+                // stays.
                 self.at = self.checked;
                 return Err(FetchFailure::Damaged {
                     model: part.model,
@@ -326,6 +347,8 @@ pub(super) async fn ask(
         _ => (WantKind::Newest, None),
     };
     loop {
+        // The question carries the time that is left: a deadline means nothing on another host's
+        // clock.
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
         let question = Question {
             want,
@@ -333,9 +356,12 @@ pub(super) async fn ask(
             version,
             wait_ms: left.map(|left| u64::try_from(left.as_millis()).unwrap_or(u64::MAX)),
         };
+        // Read before the question, to notice afterwards whether the connection was renewed
+        // meanwhile.
         let id = session.id();
         match asked(&session, &question, left).await {
             Ok(Some(asked)) => {
+                // If the sender ends right after its answer, its end is reported after this fetch.
                 let _fetching = inbox.fetching();
                 match set(&session, &inbox, asked.sequence, &asked.models).await {
                     // The server that answered while the sender was silent may be another.
@@ -366,6 +392,7 @@ pub(super) async fn ask(
             Err(Some(no_answer)) => return Err(no_answer),
             Err(None) => {}
         }
+        // Checked in every round, so a question without a deadline ends with its sender.
         if has_ended(&inbox) {
             return Err(NoAnswer::Gone);
         }
@@ -390,6 +417,8 @@ async fn asked(
 ) -> Result<Option<Asked>, Option<NoAnswer>> {
     // A question without a limit ends with its connection.
     const FOR_EVER: Duration = Duration::from_secs(1 << 32);
+    // The sender keeps the time and answers by then. The patience ends a wait for a sender that has
+    // disappeared.
     let patience = left.map_or(FOR_EVER, |left| left.saturating_add(PATIENCE));
     let ask = session.question(question);
     let reply = session.client.ask(ask, patience).await;

@@ -101,16 +101,19 @@ impl Inbox {
 
     /// The next set that was not handed over yet. All sets that were sent come before the end.
     pub(super) fn next(&self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
+        // The worker's thread waits here. The serving thread changes the state and wakes it.
         let mut state = self.state();
         loop {
             if let Some(set) = state.take_newer() {
                 return Ok(Some(set));
             }
+            // A fetch in progress may still bring a set that was sent before the end.
             if let Some(end) = state.end.clone()
                 && state.fetching == 0
             {
                 return Err(end.into());
             }
+            // The flag is taken: one interrupt ends one wait, also if it came before the wait.
             if std::mem::take(&mut state.interrupted) || passed(deadline) {
                 return Ok(None);
             }
@@ -122,6 +125,8 @@ impl Inbox {
     pub(super) fn latest(&self) -> Option<SetSnapshot> {
         let mut state = self.state();
         let newer = state.take_newer();
+        // The set was handed over before, so it is lent again. Its snapshots are shared and cost no
+        // copy.
         newer.or_else(|| {
             let newest = state.newest.clone()?;
             Some(state.hand(newest))
@@ -133,6 +138,8 @@ impl Inbox {
     pub(super) fn take_answer(&self, fetched: FetchedSet) -> SetSnapshot {
         let mut state = self.state();
         state.keep(&fetched);
+        // The answer to a question may be newer than the set that waits. The older set is then not
+        // handed over any more.
         state.handed = state.handed.max(fetched.sequence);
         state.hand(fetched)
     }
@@ -142,6 +149,7 @@ impl Inbox {
         let mut state = self.state();
         state.applied = state.applied.max(applied.sequence);
         state.runs = Some(applied.clone());
+        // Sets up to the one that runs get their last line. Later ones still wait for theirs.
         state.answer(|sequence| match sequence {
             _ if sequence > applied.sequence => None,
             _ if sequence == applied.sequence => Some(Notified::Applied(applied.clone())),
@@ -151,6 +159,7 @@ impl Inbox {
 
     /// The worker cannot use this.
     pub(super) fn refused(&self, refused: u64, reason: &str) {
+        // The sets before a refused one are over too: the worker has passed them.
         self.state().answer(|sequence| {
             let reason = reason.to_owned();
             (sequence <= refused).then_some(Notified::Refused { sequence, reason })
@@ -168,6 +177,7 @@ impl Inbox {
     pub(super) fn wait_for(&self, sequence: u64, deadline: Deadline) -> Result<bool> {
         let mut state = self.state();
         loop {
+            // Compared by number: a newer set than the awaited one does as well.
             if state.newest_sequence() >= sequence {
                 return Ok(true);
             }
@@ -197,6 +207,7 @@ impl Inbox {
 impl Inbox {
     /// So many bytes of a version have arrived.
     pub(super) fn note_received(&self, bytes: usize) {
+        // Relaxed: a counter for reports, which orders nothing.
         self.travelled.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
@@ -223,6 +234,8 @@ impl Inbox {
 
     /// The sender that was joined; waits until one was.
     pub(super) async fn session(&self) -> Option<Arc<JoinedSender>> {
+        // A call can arrive before `enter` has stored the session, because the sender calls as soon
+        // as it has admitted the worker.
         let mut session = self.session.subscribe();
         let joined = session.wait_for(Option::is_some).await.ok()?;
         joined.clone()
@@ -245,6 +258,7 @@ impl Inbox {
 
     /// Memory for a version of a model, if there is some of an earlier one.
     pub(super) fn spare(&self, model: usize) -> Option<Image> {
+        // Taken out of the inbox, so two fetches of one model never write to one image.
         self.state().spare.remove(&model)
     }
 
@@ -311,11 +325,14 @@ impl InboxState {
 
     /// Keeps a set as the newest, if it is. The memory of the set before it is reused.
     fn keep(&mut self, fetched: &FetchedSet) {
+        // An answer other than the newest set has sequence 0 and never becomes the newest.
         if fetched.sequence <= self.newest_sequence() {
             return;
         }
         let before = self.newest.replace(fetched.clone());
         for (model, snapshot) in before.into_iter().flat_map(|before| before.members) {
+            // The memory is reused only if no snapshot of it is lent. Otherwise it is freed with
+            // the last one.
             if let Some(image) = snapshot.into_image() {
                 self.spare.insert(model, image);
             }
@@ -340,6 +357,8 @@ impl InboxState {
 
     fn hand(&mut self, fetched: FetchedSet) -> SetSnapshot {
         let members = fetched.members.into_iter().map(|(model, snapshot)| {
+            // Compared with what was handed over last, and not with the newest: sets in between may
+            // have been skipped.
             let had = self.had.insert(model, snapshot.version());
             let changed = had != Some(snapshot.version());
             Member { snapshot, changed }

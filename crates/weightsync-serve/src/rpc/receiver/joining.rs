@@ -135,6 +135,7 @@ enum JoinFailure {
 
 impl From<Fault> for JoinFailure {
     fn from(fault: Fault) -> Self {
+        // Only a refused connection shows that nothing listens.
         let reason = fault.to_string();
         match fault {
             Fault::Connect { source, .. } if source.kind() == ErrorKind::ConnectionRefused => {
@@ -164,6 +165,7 @@ pub(super) fn join(
     // Without a route to the sender this address does not matter: the sender cannot be reached at
     // all.
     let own = address::local_ip(sender).unwrap_or(Ipv4Addr::LOCALHOST.into());
+    // Port 0: the system chooses a free one, and the registration tells the sender which.
     let own = SocketAddr::new(own, 0);
     access.may_listen(own).map_err(RpcError::from)?;
     let listener = TcpListener::bind(own);
@@ -173,6 +175,7 @@ pub(super) fn join(
     let bearer = Bearer::to_worker(at.secret());
     let tls = access.tls.clone().map(|tls| (tls, ClientAuth::Trainer));
     let server = Server::new(listener, bearer, tls, Limits::default()).map_err(failed)?;
+    // The server runs before the registration, because the sender calls back before it answers.
     let (theirs, worker) = (inbox.clone(), joining.worker.0);
     let thread = HttpThread::start("weightsync-rpc-w", move |stopping| {
         let router = server::router(theirs, worker, stopping.clone());
@@ -204,6 +207,8 @@ pub(super) fn join(
     let mut pause = PAUSE;
     let mut last = None;
     loop {
+        // The last attempt may outlast the deadline a little. A caller with a deadline of zero then
+        // still finds a sender that is there.
         let ends = Instant::now().checked_add(ATTEMPT).max(deadline);
         let begins_late = ends > deadline;
         let soon = deadline.and(ends);
@@ -216,11 +221,14 @@ pub(super) fn join(
             let _ = done.send(attempt.await);
         });
         let entered = wait_for(&wait, until);
+        // An attempt that goes on after its deadline could still register the worker, without a
+        // receiver for it.
         if !matches!(entered, Ok(Some(_))) {
             attempt.abort();
         }
         let not_in = match entered? {
             Some(Ok(session)) => {
+                // `connect` returns with the first weights if the sender has some to send at once.
                 inbox.wait_for(session.sequence, soon)?;
                 return Ok((thread, session));
             }
@@ -231,6 +239,8 @@ pub(super) fn join(
                 JoinFailure::Silent(last.unwrap_or_else(|| "it did not answer in time".into()))
             }
         };
+        // Without a run directory no successor takes this address, so these answers stay what they
+        // are.
         let is_final = match not_in {
             JoinFailure::Taken(_) => true,
             JoinFailure::Stranger | JoinFailure::Wrong(_) | JoinFailure::Closed => !at.restarts(),
@@ -258,8 +268,12 @@ pub(super) fn join(
             });
         }
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        // The caller's interrupt ends this pause early.
         interrupt::sleep(left.map_or(pause, |left| left.min(pause)))?;
+        // Only the attempt just before the deadline lends its reason.
         last = None;
+        // A sender that has refused the worker is asked less often than an absent one, which may
+        // start at any moment.
         let longest = match not_in {
             JoinFailure::Absent(why) | JoinFailure::Silent(why) => {
                 last = Some(why);
@@ -298,6 +312,8 @@ async fn register_at(
         StatusCode::UNAUTHORIZED => {
             return Err(JoinFailure::Stranger);
         }
+        // A refusal carries its reason as JSON. Something else at this address or on the way
+        // answers without one.
         status => {
             let problem = reply.json::<RpcProblem>(MAX_BODY, PATIENCE).await;
             let Ok(problem) = problem else {
@@ -313,6 +329,7 @@ async fn register_at(
                     | StatusCode::PAYLOAD_TOO_LARGE
                     | StatusCode::UNPROCESSABLE_ENTITY
             );
+            // The fields of the problem say more than the status.
             return Err(match (problem.epoch, problem.taken_by) {
                 (Some(epoch), _) => JoinFailure::Fenced(epoch),
                 (None, Some(_)) => JoinFailure::Taken(problem.error),
@@ -333,6 +350,7 @@ async fn register_at(
         Some(_) => return Err(JoinFailure::Wrong("another")),
         None => return Err(JoinFailure::Wrong("none")),
     }
+    // The sender checks this too. The worker does not rely on it.
     if welcome.run.epoch < register.seen {
         return Err(JoinFailure::Fenced(welcome.run.epoch));
     }
@@ -350,6 +368,8 @@ async fn enter(
     inbox: Arc<Inbox>,
 ) -> std::result::Result<Arc<JoinedSender>, JoinFailure> {
     let (welcome, mut lines) = register_at(&client, &proof, &inbox, &register).await?;
+    // The sender may shut down while the worker reads descriptions. Its line of farewell ends the
+    // wait at once.
     let (models, wanted) = tokio::select! {
         described = describe(&client, &welcome, &register.models) => described?,
         end = end_of(&mut lines) => return Err(end),
@@ -365,7 +385,9 @@ async fn enter(
         client,
         sequence: welcome.sequence,
     });
+    // Calls that wait for the session in the route `weights` go on from here.
     inbox.welcome(session.clone());
+    // A worker that comes back continues with this run only: its versions have that run's numbers.
     register.run = Some(session.run);
     // The worker continues where it was, so it reports nothing again.
     register.announces = false;
@@ -393,6 +415,7 @@ async fn describe(
 ) -> std::result::Result<(Vec<ModelSpec>, Vec<usize>), JoinFailure> {
     let (mut models, mut wanted) = (Vec::new(), Vec::new());
     for id in ids {
+        // The sender's order may differ from the worker's.
         let index = welcome.models.iter().position(|model| model == id);
         let index = index.ok_or_else(|| JoinFailure::Denied(format!("it has no model {id}")))?;
         let path = of_sender::MODEL.replace("{model}", &index.to_string());
@@ -401,6 +424,7 @@ async fn describe(
             return Err(JoinFailure::Silent(format!("it answered {}", reply.status)));
         }
         let spec: ModelSpec = reply.json(MAX_SPEC, PATIENCE).await?;
+        // The description must be that of the model that was asked for.
         if spec.id != *id {
             return Err(JoinFailure::Denied(format!(
                 "it describes {} as {id}",
@@ -425,6 +449,7 @@ async fn follow(
     let (mut heard, mut lost) = (Instant::now(), false);
     let end = loop {
         match lines.next::<FromSender>(SILENCE).await {
+            // The sender has said farewell. No connection is tried again.
             Ok(Some(FromSender::Closed {})) => break SenderEnd::Closed,
             Ok(Some(_)) => {
                 (heard, lost) = (Instant::now(), false);
@@ -442,7 +467,10 @@ async fn follow(
             }
             Ok(None) | Err(_) => {}
         }
+        // Before the registration: until it succeeds, answers may come from another server at that
+        // address.
         session.broken.store(true, Ordering::Relaxed);
+        // The sender keeps the worker's remote reader meanwhile, or makes a new one.
         match again(&session, &inbox, &register).await {
             Ok(new) => (lines, heard, lost) = (new, Instant::now(), false),
             Err(end) => break end,
@@ -462,6 +490,8 @@ async fn again(
     let died = SenderEnd::Died { pid: session.pid };
     let mut pause = PAUSE;
     loop {
+        // The registration carries the run, so a successor refuses it. For this receiver the old
+        // sender is then dead.
         let why = match register_at(&session.client, &session.proof, inbox, register).await {
             Ok((welcome, lines)) => {
                 session.renew(welcome.id);
@@ -474,6 +504,7 @@ async fn again(
                 return Err(died);
             }
             Err(JoinFailure::Taken(reason)) => return Err(SenderEnd::Denied { reason }),
+            // The sender has ended, or another one is in its place.
             Err(_) => return Err(died),
         };
         // The sender may be stopped, or its machine suspended; it may continue later.

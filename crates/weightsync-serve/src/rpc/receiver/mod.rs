@@ -57,6 +57,8 @@ impl RpcReceiver {
 
     /// Sends a report to the sender, and waits a moment until the sender has it.
     fn send(&self, message: &WorkerMessage) -> Result<()> {
+        // The thread that serves exists only in the process that joined. In a forked child nothing
+        // would run the request.
         self.owner.check()?;
         let ask = self.session.message(message);
         let client = self.session.client.clone();
@@ -80,6 +82,8 @@ impl RpcReceiver {
         deadline: Deadline,
     ) -> Result<Option<T>> {
         let (done, wait) = std::sync::mpsc::sync_channel(1);
+        // This thread must not run the future itself: it may belong to an async runtime, which must
+        // not block.
         let task = self.thread.runtime().spawn(async move {
             let _ = done.send(what.await);
         });
@@ -101,6 +105,8 @@ impl Drop for Aborted {
 fn wait_for<T>(wait: &std::sync::mpsc::Receiver<T>, deadline: Deadline) -> Result<Option<T>> {
     use std::sync::mpsc::RecvTimeoutError;
     loop {
+        // The wait goes in slices where the caller has an interrupt check, such as Python's
+        // signals.
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
         let pause = interrupt::at_most(left)?;
         let Some(pause) = pause else {
@@ -145,6 +151,8 @@ impl ReceiverTransport for RpcReceiver {
         deadline: Deadline,
     ) -> Result<Option<SetSnapshot>> {
         self.owner.check()?;
+        // The sender gets the deadline with the question and answers shortly after it with an empty
+        // 204. That answer has a little time to arrive.
         let until = deadline.and_then(|at| at.checked_add(LATE));
         let asked = fetch::ask(
             self.session.clone(),
@@ -153,6 +161,8 @@ impl ReceiverTransport for RpcReceiver {
             pull,
             deadline,
         );
+        // At the deadline the task is aborted, which closes its connection. The sender then
+        // withdraws the question.
         let answer = match self.wait_for(asked, until)? {
             Some(answer) => answer,
             None => Ok(None),
@@ -171,6 +181,7 @@ impl ReceiverTransport for RpcReceiver {
             Err(fetch::NoAnswer::Failed(failure)) => Err(failure.into()),
             // The other connection shows the sender's end in a moment.
             Err(fetch::NoAnswer::Gone) => {
+                // Whether the sender has shut down or died decides between two errors.
                 let by = Instant::now().checked_add(HEARD);
                 Err(self.inbox.end_by(by)?.unwrap_or(Error::SenderDied {
                     pid: Some(self.session.pid),
@@ -180,6 +191,7 @@ impl ReceiverTransport for RpcReceiver {
     }
 
     fn interrupter(&self) -> Result<Interrupter> {
+        // A weak reference: an interrupter that outlives the receiver keeps no versions alive.
         let inbox = Arc::downgrade(&self.inbox);
         Ok(Interrupter::new(move || {
             if let Some(inbox) = inbox.upgrade() {
@@ -204,6 +216,8 @@ impl ReceiverTransport for RpcReceiver {
             sequence: set.sequence(),
             versions: versions.collect(),
         };
+        // The inbox first: the sender's open call gets its last line also if the report below is
+        // lost.
         self.inbox.applied(&applied);
         self.send(&WorkerMessage::Applied(applied))
     }

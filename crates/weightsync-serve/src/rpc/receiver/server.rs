@@ -74,8 +74,11 @@ async fn lifeline(
             tokio::select! {
                 _ = beats.tick() => {
                     count += 1;
+                    // A full buffer means that the sender does not read. It then has lines enough.
                     let _ = lines.try_send(line(&FromWorker::Beat(count)));
                 }
+                // The sender has disconnected, or its process has died. `joining::follow` finds out
+                // which.
                 () = lines.closed() => return,
                 () = app.stopping.wait() => {
                     let _ = lines.send(line(&FromWorker::Left {})).await;
@@ -96,17 +99,22 @@ async fn weights(State(app): State<ReceiverApp>, request: Request) -> Response {
         let reason = "this worker has not joined yet".into();
         return wrong(StatusCode::CONFLICT, reason);
     };
+    // The limit follows from the layouts, which this worker has checked. A call cannot make the
+    // worker read more.
     let limit = max_set(session.models.iter().map(|model| &model.layout));
     let call: Call = match read(request, limit).await {
         Ok(call) => call,
         Err((status, error)) => return wrong(status, error),
     };
+    // Another sender may listen at a reused address, and a call of an earlier connection may be
+    // late.
     if call.id != session.id() || call.run != session.run {
         let reason = "this worker has joined another sender".into();
         return wrong(StatusCode::CONFLICT, reason);
     }
     let (lines, response) = LinesBody::answer(4);
     tokio::spawn(async move {
+        // A disconnect cancels the fetch at its next wait. The bytes so far stay in the inbox.
         tokio::select! {
             () = take(&app.inbox, &session, call, &lines) => {}
             // The sender has disconnected, so nobody gets an answer.
@@ -119,11 +127,15 @@ async fn weights(State(app): State<ReceiverApp>, request: Request) -> Response {
 /// Fetches the set of a call, stages it, and answers with the outcome.
 async fn take(inbox: &Arc<Inbox>, session: &JoinedSender, call: Call, lines: &mpsc::Sender<Bytes>) {
     let sequence = call.sequence;
+    // While this lives, the sender's end is not reported: a set that was sent before the end still
+    // counts.
     let fetching = inbox.fetching();
     let fetched = fetch::set(session, inbox, sequence, &call.models).await;
     let mut answer = match fetched {
+        // The set is visible to the worker's thread from here on.
         Ok(fetched) => inbox.stage(fetched),
         Err(failure) => {
+            // The worker's thread may wait for this fetch before it reports the sender's end.
             drop(fetching);
             let outcome = match failure {
                 FetchFailure::Replaced => Notified::PassedOver { sequence },
@@ -143,6 +155,8 @@ async fn take(inbox: &Arc<Inbox>, session: &JoinedSender, call: Call, lines: &mp
     };
     drop(fetching);
     let _ = lines.send(line(&Notified::Staged { sequence })).await;
+    // The line for a taken set and the last line come this way. The channel closes with the last
+    // one.
     while let Some(outcome) = answer.recv().await {
         let _ = lines.send(line(&outcome)).await;
     }

@@ -40,6 +40,7 @@ pub(super) async fn call(
     };
     let mut open: VecDeque<JoinHandle<()>> = VecDeque::new();
     while shared.is_here(id) {
+        // Marked before the set is read: a change after the reading wakes the wait below.
         changes.mark_unchanged();
         let Some(weightsync_mem::NotifiedSet { sequence, members }) = shared.next_call(id) else {
             // The sender ends, so no set follows.
@@ -55,14 +56,19 @@ pub(super) async fn call(
             url: shared.url.clone(),
             models: members.iter().map(part).collect(),
         };
+        // From here on only the table holds the snapshots: when the connection is removed, its pins
+        // go too.
         drop(members);
         let result = tokio::select! {
             sent = notify(&shared, id, &client, &call) => sent.map(Some),
             // The worker is called again with the newer set.
             () = overtaken(&shared, id, &mut changes, sequence) => Ok(None),
         };
+        // The call is over, so its snapshots are not held any longer.
         shared.called(id, result.is_ok());
         match result {
+            // The worker has the set or has refused it. Another task waits for the last line, so
+            // that this loop can call with the next set meanwhile.
             Ok(Some(lines)) => {
                 open.retain(|answer| !answer.is_finished());
                 if open.len() == OPEN
@@ -76,6 +82,8 @@ pub(super) async fn call(
             Ok(None) => {}
             Err(why) => {
                 tracing::debug!(addr = %client.addr(), sequence, %why, "a call did not come through");
+                // A worker that refuses connections would otherwise be called in a tight loop until
+                // its lifeline ends.
                 sleep(PAUSE).await;
             }
         }
@@ -87,6 +95,7 @@ pub(super) fn part(snapshot: &Snapshot) -> SetPart {
     let bytes = snapshot.bytes();
     // The copy pass made these, for blocks of the same size.
     let sums = snapshot.block_sums().ok().flatten();
+    // Without sums from the copy pass this reads the whole version on the serving thread.
     let sums = sums.unwrap_or_else(|| bytes.chunks(BLOCK as usize).map(crc64).collect());
     SetPart {
         model: snapshot.model(),
@@ -119,6 +128,7 @@ async fn notify(
     client: &Arc<Client>,
     call: &Call,
 ) -> Result<Lines, String> {
+    // The patience is for the head only. The first line may take as long as the fetch takes.
     let asked = client.ask(Ask::post(of_worker::WEIGHTS, call), PATIENCE);
     let reply = asked.await.map_err(|fault| fault.to_string())?;
     if reply.status != StatusCode::OK {
@@ -128,6 +138,8 @@ async fn notify(
     loop {
         match lines.next::<Notified>(LOOK).await {
             Ok(Some(message)) => {
+                // A number that was never given out ends the call as failed: the worker is called
+                // again.
                 on_message(shared, id, message).map_err(|uncounted| uncounted.to_string())?;
                 return Ok(lines);
             }
@@ -149,6 +161,7 @@ async fn finish(shared: Arc<SharedSender>, id: ConnectionId, mut lines: Lines) {
                     return;
                 }
             }
+            // Loading can take as long as it likes. The wait ends with the connection.
             Err(Fault::Silent { .. }) if shared.is_here(id) => {}
             Ok(None) | Err(_) => return,
         }
@@ -157,9 +170,11 @@ async fn finish(shared: Arc<SharedSender>, id: ConnectionId, mut lines: Lines) {
 
 fn on_message(shared: &SharedSender, id: ConnectionId, message: Notified) -> Result<(), Uncounted> {
     match message {
+        // For the segment, taken means no more than staged: the outcome of the load follows.
         Notified::Staged { sequence } | Notified::Taken { sequence } => shared.staged(id, sequence),
         Notified::Applied(applied) => shared.applied(id, &applied),
         Notified::Refused { sequence, reason } => shared.refused(id, sequence, cut(&reason)),
+        // The newer set that replaced this one has a call of its own.
         Notified::PassedOver { .. } => Ok(()),
     }
 }

@@ -36,6 +36,8 @@ pub(super) async fn register(State(app): State<SenderApp>, request: Request) -> 
         Ok(register) => register,
         Err((status, error)) => return wrong(status, error),
     };
+    // The checks that cost nothing come first. A number that a live worker has is refused before
+    // the sender dials anything.
     let registration = match check(&app.shared, &register) {
         Ok(registration) => registration,
         Err(refusal) => return *refusal,
@@ -48,6 +50,8 @@ pub(super) async fn register(State(app): State<SenderApp>, request: Request) -> 
         to: To::Worker,
     };
     let client = Client::new(registration.addr, app.shared.bearer.clone(), encryption);
+    // The worker must be reachable at its address, and must confirm the registration. Only then
+    // does the sender tell it a name.
     let lines = match call_back(&app.shared, &client, &register).await {
         Ok(lines) => lines,
         Err(error) => {
@@ -56,6 +60,7 @@ pub(super) async fn register(State(app): State<SenderApp>, request: Request) -> 
         }
     };
     let shared = app.shared;
+    // Random and secret, and new for each connection: it authenticates the worker's messages.
     let name = match Digits::random() {
         Ok(name) => name,
         Err(error) => return wrong(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
@@ -67,14 +72,19 @@ pub(super) async fn register(State(app): State<SenderApp>, request: Request) -> 
             Err(taken) => return taken,
         };
         match shared.admit(&registration, name, holder) {
+            // Another registration came first. The loop checks the new holder in the same way.
             Ok(None) => {}
             Ok(Some(admitted)) => break admitted,
             Err(error) => return wrong(StatusCode::CONFLICT, error.to_string()),
         }
     };
+    // Three tasks serve the connection: one reads the worker's signs of life, one calls it, and one
+    // sends it signs of life.
     tokio::spawn(follow(shared.clone(), id, client.clone(), lines));
     tokio::spawn(caller::call(shared.clone(), id, name, client.clone()));
     let nonce = register.nonce.0;
+    // The proof binds the worker's nonce to this name, so a recorded welcome proves nothing to
+    // another registration.
     let proof = shared.proof.proof(nonce.as_bytes(), &name.to_string());
     let welcome = FromSender::Welcome(Welcome {
         protocol: PROTOCOL,
@@ -101,12 +111,14 @@ async fn may_come(
     let Some(holder) = shared.holder(registration) else {
         return Ok(None);
     };
+    // The holder is silent already, so it loses its number without a further wait.
     let Some(before) = shared.signs(holder) else {
         return Ok(Some(holder));
     };
     // The other worker sends a sign of life five times a second. A dead one has its connection
     // closed, or falls silent.
     let heard = loop {
+        // The wait ends at the next sign of life, or once `follow` has noted a silence of 800 ms.
         sleep(BEAT / 4).await;
         match shared.signs(holder) {
             None => break false,
@@ -143,6 +155,7 @@ fn check(shared: &SharedSender, register: &Register) -> Result<WorkerRegistratio
         );
         return refuse(StatusCode::CONFLICT, reason);
     }
+    // A later sender has served this worker. Weights of an older run must not replace newer ones.
     if register.seen > shared.run.epoch {
         let problem_body = RpcProblem {
             error: format!(
@@ -154,6 +167,8 @@ fn check(shared: &SharedSender, register: &Register) -> Result<WorkerRegistratio
         };
         return Err(Box::new(problem(StatusCode::CONFLICT, problem_body)));
     }
+    // The worker has joined before and keeps versions of that run. In another run, equal numbers
+    // name other bytes.
     if register.run.is_some_and(|run| run != shared.run) {
         let reason = format!("this sender's is another run: {}", shared.run);
         return refuse(StatusCode::CONFLICT, reason);
@@ -178,6 +193,7 @@ fn check(shared: &SharedSender, register: &Register) -> Result<WorkerRegistratio
         return refuse(StatusCode::UNPROCESSABLE_ENTITY, reason);
     };
     let tls = shared.access.tls.as_ref();
+    // A mismatch would fail later as a handshake error at one end. Here both ends get the reason.
     if is_encrypted != tls.is_some_and(|tls| tls.covers(addr)) {
         let (has, lacks) = match is_encrypted {
             true => ("worker", "sender"),
@@ -189,6 +205,8 @@ fn check(shared: &SharedSender, register: &Register) -> Result<WorkerRegistratio
         );
         return refuse(StatusCode::FORBIDDEN, reason);
     }
+    // The address comes from the worker. The sender dials it only where its own access allows it to
+    // send the secret's bearer.
     if let Err(error) = shared.access.may_dial_with_secret(addr) {
         return refuse(StatusCode::FORBIDDEN, error.to_string());
     }
@@ -216,6 +234,8 @@ async fn call_back(
         .ask(Ask::get(lifeline), CALLED_BACK)
         .await
         .map_err(|fault| {
+            // The error may be this process's own lack of descriptors. `connect` then reports that
+            // instead of a missing worker.
             if let Fault::Connect { source, .. } = &fault {
                 shared.note_failed_accept(source);
             }
@@ -231,6 +251,7 @@ async fn call_back(
         {
             Ok(lines)
         }
+        // A process other than the one that registers listens at this address.
         Ok(_) => Err(failed("it is another worker".into())),
         Err(fault) => Err(failed(fault.to_string())),
     }
@@ -244,6 +265,7 @@ async fn follow(
     mut lines: Lines,
 ) {
     let mut probed: Option<Instant> = None;
+    // The loop also ends when the connection's number is gone, which a newer registration causes.
     let departure = loop {
         match lines.next::<FromWorker>(SILENCE).await {
             Ok(Some(FromWorker::Left {})) => break Departure::Left,
@@ -251,23 +273,32 @@ async fn follow(
                 probed = None;
                 note_silence(&shared, id, false);
             }
+            // A silence alone is no death. The system of the worker's host is asked whether the
+            // worker's listener is there.
             Err(Fault::Silent { .. }) => {
                 note_silence(&shared, id, true);
+                // Asked seldom: each probe is a connection to the worker.
                 if probed.is_none_or(|at| at.elapsed() >= PROBE_AGAIN) {
                     probed = Some(Instant::now());
+                    // A version on its way can fill the queues of a slow link, so the probe gets
+                    // more time there.
                     let patience = match shared.has_begun(id) {
                         true => PROBE_BEHIND,
                         false => PROBE,
                     };
                     match client.reach(patience).await {
+                        // The process is stopped or starved. It is late and not dead.
                         Reachability::Here => {}
                         Reachability::Refused => break Departure::Died,
                         Reachability::Away => break Departure::Lost,
                     }
                 }
             }
+            // The lifeline has ended without a farewell.
             Ok(None) | Err(_) => break Departure::Died,
         }
+        // A newer registration or another task has removed this connection, and has reported the
+        // departure.
         if !shared.is_here(id) {
             return;
         }
@@ -293,6 +324,7 @@ async fn beat(
     mut stopping: Stopping,
 ) {
     let mut beats = interval(BEAT);
+    // After a suspension of this host one beat is enough. A burst would say nothing more.
     beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut count = 0;
     loop {
@@ -320,6 +352,8 @@ async fn beat(
                 return shared.end(id, departure);
             }
             () = stopping.wait() => {
+                // This waits for room, unlike a beat: the line must arrive. The server's end bounds
+                // the wait.
                 let _ = lines.send(line(&FromSender::Closed {})).await;
                 return;
             }

@@ -38,6 +38,8 @@ impl RpcSender {
     pub(super) fn open(opening: &Opening<'_>, access: &Access) -> Result<Self> {
         let at = Addresses::of(opening.at)?;
         access.may_listen(at.listens).map_err(RpcError::from)?;
+        // The listener binds before the segment opens: a second trainer of one run directory fails
+        // here, and disturbs nothing of the first.
         let listener = address::listen(at.listens)?;
         let secret = opening.at.secret();
         let tls = access.tls.clone().map(|tls| (tls, ClientAuth::Certificate));
@@ -54,6 +56,8 @@ impl RpcSender {
             access.clone(),
             opening.history.clone(),
         ));
+        // The serving thread owns this clone. It meets the trainer's thread only in `SharedSender`
+        // and in the segment's registry.
         let theirs = shared.clone();
         let thread = HttpThread::start("weightsync-rpc", move |stopping| {
             let router = server::router(theirs.clone(), stopping.clone());
@@ -81,6 +85,8 @@ fn nobody_comes(opening: &Opening<'_>) -> Result<Listener> {
 impl SenderTransport for RpcSender {
     fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>> {
         let staged = self.segment.stage(models, deadline);
+        // A slot that the sender itself holds for a worker would look like the trainer's own pin.
+        // The error names the worker instead.
         staged.map_err(|error| self.shared.with_holders(error))
     }
 
@@ -101,6 +107,8 @@ impl SenderTransport for RpcSender {
         deadline: Deadline,
         enough: &mut dyn FnMut(&Attendance) -> bool,
     ) -> Result<bool> {
+        // The segment counts a worker from its registration on. A worker that still reads
+        // descriptions may fail, so the trainer does not count it yet.
         let shared = &self.shared;
         let mut enough = |there: &Attendance| enough(&shared.joined_only(there));
         self.segment.wait_workers(deadline, &mut enough)
@@ -133,6 +141,8 @@ impl SenderTransport for RpcSender {
 
 impl Drop for RpcSender {
     fn drop(&mut self) {
+        // A forked child drops a copy. The workers belong to the parent, so the child waits for
+        // none of them.
         if self.owner.is_here() {
             let until = Instant::now().checked_add(HANDOVER);
             self.shared.wait_until_handed_over(until);

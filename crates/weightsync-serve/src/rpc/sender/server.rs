@@ -136,6 +136,7 @@ async fn set(
         }
     };
     tokio::pin!(over);
+    // Subscribed before the question is asked: an answer between the two is not missed.
     let Some(mut changes) = shared.changes(id) else {
         return gone();
     };
@@ -156,6 +157,8 @@ async fn set(
                 };
                 return problem(StatusCode::NOT_FOUND, body);
             }
+            // The worker's newer request gets the answer. This one ends without a word about the
+            // version.
             QuestionAnswer::Replaced => return StatusCode::NO_CONTENT.into_response(),
             QuestionAnswer::Gone => return gone(),
             QuestionAnswer::Later(question) if waiting.is_none() => {
@@ -174,6 +177,7 @@ async fn set(
             changed = changes.changed() => if changed.is_err() {
                 return gone();
             },
+            // The guard in `waiting` withdraws the question, so that its answer pins no slot.
             () = &mut over => return StatusCode::NO_CONTENT.into_response(),
             () = app.stopping.wait() => return gone(),
         }
@@ -226,6 +230,8 @@ async fn image(
         }
     };
     let body = ImageBody {
+        // The snapshot moves into the body, which pins the slot until the last byte is handed to
+        // the connection.
         version: shared.serve(id, snapshot),
         left: part.start as usize..part.end as usize,
     };
@@ -270,6 +276,8 @@ impl http_body::Body for ImageBody {
         }
         self.left.start = range.end;
         let version = self.version.clone();
+        // The bytes lie in the slot. This lends them to hyper without a copy, and the clone pins
+        // the slot meanwhile.
         let piece = Bytes::from_owner(VersionPiece { version, range });
         Poll::Ready(Some(Ok(Frame::data(piece))))
     }

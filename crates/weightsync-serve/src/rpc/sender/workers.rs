@@ -60,6 +60,7 @@ pub(super) struct WorkerRegistration {
 impl WorkerRegistration {
     /// Whether both are the same receiver of the same process.
     fn is_same(&self, other: &Self) -> bool {
+        // The device is left out: it is a label for people.
         (self.pid, self.addr, self.wanted) == (other.pid, other.addr, other.wanted)
     }
 }
@@ -119,6 +120,8 @@ impl RegisteredWorker {
     fn newest(&self) -> Option<NotifiedSet> {
         // An error means that the sender ends.
         let newest = self.reader.notifications().ok()?.pop()?;
+        // A set without members asks the worker to run nothing, so there is nothing to call it
+        // with.
         (!newest.members.is_empty()).then_some(newest)
     }
 
@@ -128,6 +131,8 @@ impl RegisteredWorker {
 
     /// A worker cannot have a set with which it was not called.
     fn at_most_notified(&self, sequence: u64) -> u64 {
+        // The worker's number comes from outside. Without the minimum a worker could report a set
+        // that was published to others only.
         sequence.min(self.sequence())
     }
 }
@@ -153,6 +158,7 @@ struct WorkerConnection {
 struct WorkerTable {
     workers: BTreeMap<WorkerId, RegisteredWorker>,
     connections: BTreeMap<ConnectionId, WorkerConnection>,
+    // Numbers only grow, so a worker's highest number is its newest connection.
     last: ConnectionId,
     /// Versions whose bytes are on their way to a worker, with the number of answers.
     serving: BTreeMap<(ConnectionId, usize, Version), usize>,
@@ -182,9 +188,13 @@ impl WorkerTable {
 
     /// Forgets a worker and its connections.
     fn remove(&mut self, worker: WorkerId, departure: Departure) {
+        // The connections go first: their tasks find their number gone and end without a departure
+        // of their own.
         self.connections.retain(|_, one| one.worker != worker);
         if let Some(gone) = self.workers.remove(&worker) {
             gone.reader.leave(departure);
+            // The tasks of the old registration wait on this channel. They wake, see that their
+            // connection is gone, and end.
             gone.changes.send_replace(());
         }
     }
@@ -280,26 +290,35 @@ impl SharedSender {
         name: Digits,
         holder: Option<ConnectionId>,
     ) -> Result<Option<(ConnectionId, u64)>, weightsync_mem::Error> {
+        // One lock from the check to the insertion: two workers with one number cannot both get in.
         let mut table = self.table();
+        // Another connection has taken the number since the caller looked. The caller looks again.
         if table.holder(registration) != holder {
             return Ok(None);
         }
         let known = table.workers.get_mut(&registration.worker);
         if let Some(worker) = known.filter(|worker| worker.registration.is_same(registration)) {
+            // A worker that registers again does not announce. It stays joined if it had joined
+            // before.
             worker.joined |= !registration.announces;
         } else {
+            // A different receiver takes the number. The remote reader before it goes, with the
+            // pins that it holds.
             table.remove(registration.worker, Departure::Died);
             let changes = Arc::new(watch::Sender::new(()));
             let theirs = changes.clone();
             let options = RemoteReaderOptions {
                 worker: registration.worker,
                 pid: registration.pid,
+                // `check` has compared the epochs already.
                 seen: Epoch(0),
                 models: registration.wanted,
                 delivery: Delivery::Newest,
                 device: registration.device.clone(),
                 location: (registration.addr.ip().to_string(), WorkerRoute::Http),
             };
+            // The segment calls this under its own lock. Marking a channel as changed neither waits
+            // nor calls the segment.
             let call = move |_| theirs.send_replace(());
             let worker = RegisteredWorker {
                 reader: self.remote_readers.join(options, call)?,
@@ -313,11 +332,15 @@ impl SharedSender {
             };
             table.workers.insert(registration.worker, worker);
         }
+        // The connection is new also for a known worker. It becomes the current one, because its
+        // number is the highest.
         table.last += 1;
         let id = table.last;
         let connection = WorkerConnection {
             worker: registration.worker,
             name,
+            // No call has been made on this connection, so the newest set is called again. A worker
+            // that has it answers at once.
             called: 0,
             calling: Vec::new(),
             has_begun: false,
@@ -325,6 +348,7 @@ impl SharedSender {
             signs: 0,
         };
         table.connections.insert(id, connection);
+        // The worker waits for this sequence in its `connect`. With 0 it does not wait for weights.
         let sequence = table.worker(id).map_or(0, |worker| worker.sequence());
         Ok(Some((id, sequence)))
     }
@@ -332,10 +356,13 @@ impl SharedSender {
     /// A connection has ended. The worker goes with its last one.
     pub(super) fn end(&self, id: ConnectionId, departure: Departure) {
         let mut table = self.table();
+        // A newer registration may have removed the connection already. The worker is then not this
+        // connection's to report.
         let Some(WorkerConnection { worker, .. }) = table.connections.remove(&id) else {
             return;
         };
         match table.current(worker) {
+            // No other connection reaches the worker: a send that waits for it gets its departure.
             None => table.remove(worker, departure),
             Some(other) => {
                 // The remaining connection calls the worker again.
@@ -348,6 +375,7 @@ impl SharedSender {
             }
         }
         drop(table);
+        // A sender that ends may wait for the worker that has just gone.
         self.changed.notify_all();
     }
 
@@ -366,6 +394,8 @@ impl SharedSender {
         let Some(connection) = table.connections.get_mut(&id) else {
             return false;
         };
+        // Only a real sign counts. `may_come` compares two readings of the counter to see whether
+        // the worker lives.
         connection.signs += u64::from(!silent);
         let is_news = std::mem::replace(&mut connection.silent, silent) != silent;
         drop(table);
@@ -383,6 +413,7 @@ impl SharedSender {
     /// The number of signs of life on a connection; `None` if it has ended or is silent.
     pub(super) fn signs(&self, id: ConnectionId) -> Option<u64> {
         let table = self.table();
+        // A silent connection gives no reading: its holder loses the number at once.
         let connection = table.connections.get(&id).filter(|one| !one.silent);
         connection.map(|one| one.signs)
     }
@@ -413,8 +444,10 @@ impl SharedSender {
     /// [`called`](Self::called).
     pub(super) fn next_call(&self, id: ConnectionId) -> Option<NotifiedSet> {
         let mut table = self.table();
+        // A worker that has rejected everything is not called again.
         let worker = table.worker(id).filter(|worker| !worker.rejected)?;
         let (number, newest) = (worker.registration.worker, worker.newest()?);
+        // Only the newest connection calls. An older one stays as a reserve until it ends.
         if table.current(number) != Some(id) {
             return None;
         }
@@ -422,7 +455,11 @@ impl SharedSender {
         if newest.sequence <= connection.called {
             return None;
         }
+        // Noted before the call goes out: a newer set that appears meanwhile has a higher sequence
+        // and is called next.
         connection.called = newest.sequence;
+        // The table holds the members too, because the caller drops its copy as soon as the call is
+        // described.
         connection.calling.clone_from(&newest.members);
         connection.has_begun = false;
         Some(newest)
@@ -431,8 +468,10 @@ impl SharedSender {
     /// A call is over. The worker is called again if the call did not come through.
     pub(super) fn called(&self, id: ConnectionId, came_through: bool) {
         let mut table = self.table();
+        // What the worker has staged it keeps. Only what lies above is called again.
         let staged = table.worker(id).map_or(0, |worker| worker.staged);
         if let Some(connection) = table.connections.get_mut(&id) {
+            // A worker that still fetches holds its version by the answer that carries the bytes.
             connection.calling.clear();
             connection.has_begun = false;
             if !came_through {
@@ -446,6 +485,8 @@ impl SharedSender {
     pub(super) fn is_overtaken(&self, id: ConnectionId, sequence: u64) -> bool {
         let mut table = self.table();
         let newer = table.worker(id).map_or(0, |worker| worker.sequence()) > sequence;
+        // A fetch that has begun is finished, so that a slow worker gets a version at all under
+        // frequent sends.
         newer && table.connections.get(&id).is_some_and(|one| !one.has_begun)
     }
 
@@ -465,12 +506,15 @@ impl SharedSender {
         let mut table = self.table();
         let worker = table.worker(id).ok_or(Uncounted::Gone)?;
         if let Some(got) = sequence {
+            // A number that the sender never gave out is a fault of the worker's program, so the
+            // worker is told, and nothing changes.
             let (reached, _) = self.remote_readers.sent_to_all();
             if got > reached {
                 return Err(Uncounted::Ahead { got, reached });
             }
         }
         what(worker);
+        // The waiter takes the table's lock first, so it is released before the wake.
         drop(table);
         self.changed.notify_all();
         Ok(())
@@ -496,6 +540,8 @@ impl SharedSender {
 
     /// A worker runs these versions from here on.
     pub(super) fn applied(&self, id: ConnectionId, applied: &Applied) -> Result<(), Uncounted> {
+        // A worker cannot run a model or a version that does not exist. The other entries of its
+        // report count.
         let versions = applied.versions.iter().filter(|runs| {
             runs.model < self.models.len()
                 && runs.version <= self.remote_readers.version(runs.model)
@@ -503,6 +549,7 @@ impl SharedSender {
         let versions: Vec<_> = versions.map(|runs| (runs.model, runs.version)).collect();
         self.update(id, Some(applied.sequence), |worker| {
             let sequence = worker.at_most_notified(applied.sequence);
+            // A worker that runs a set has staged it, also if the line that said so was lost.
             worker.staged = worker.staged.max(sequence);
             worker.reader.progress(sequence, 0);
             worker.reader.applied(sequence, versions);
@@ -517,6 +564,7 @@ impl SharedSender {
         reason: String,
     ) -> Result<(), Uncounted> {
         self.update(id, Some(sequence), |worker| {
+            // A late refusal of an older set must not replace the reason of a newer one.
             if sequence >= worker.refused {
                 worker.refused = sequence;
                 worker.reader.refuse(Some(sequence), reason);
@@ -539,9 +587,12 @@ impl SharedSender {
             let mut waiting = table.workers.values().filter(|worker| {
                 let connection = table.current(worker.registration.worker);
                 let connection = connection.and_then(|id| table.connections.get(&id));
+                // A worker without a connection, or with a silent one, may be stopped. It would use
+                // up the whole wait.
                 let is_heard = connection.is_some_and(|connection| !connection.silent);
                 is_heard
                     && !worker.rejected
+                    // Either outcome is final for this set.
                     && worker.staged.max(worker.refused) < worker.sequence()
             });
             if waiting.next().is_none() || passed(until) {
@@ -550,6 +601,7 @@ impl SharedSender {
             drop(waiting);
             match wait_on(&self.changed, &self.table, table, until) {
                 Ok(locked) => table = locked,
+                // The caller's interrupt, such as Ctrl-C in Python, ends the wait early.
                 Err(_) => return,
             }
         }
@@ -564,12 +616,15 @@ impl SharedSender {
         let Some(worker) = table.worker(id).filter(|worker| !worker.rejected) else {
             return QuestionAnswer::Gone;
         };
+        // One question at a time, as in the segment. The number tells an older waiting request that
+        // its question was replaced.
         worker.asked += 1;
         match worker.reader.ask(worker.asked, want) {
             Ok(()) => QuestionAnswer::Later(worker.asked),
             Err(weightsync_mem::Error::NoSuchVersion { known, .. }) => {
                 QuestionAnswer::Unknown { known }
             }
+            // The segment has ended, or the worker may not ask this.
             Err(_) => QuestionAnswer::Gone,
         }
     }
@@ -580,11 +635,13 @@ impl SharedSender {
         let Some(worker) = table.worker(id).filter(|worker| !worker.rejected) else {
             return QuestionAnswer::Gone;
         };
+        // A later request of the worker, perhaps over another connection, asks for something else.
         if worker.asked != question {
             return QuestionAnswer::Replaced;
         }
         let members = match worker.reader.answered() {
             Ok(Some((to, answer))) if to == question => answer.members,
+            // The segment has answered another question, or none yet.
             Ok(_) => return QuestionAnswer::Later(question),
             Err(_) => return QuestionAnswer::Gone,
         };
@@ -594,6 +651,8 @@ impl SharedSender {
             let versions = members.iter();
             versions.map(|one| (one.model(), one.version())).collect()
         };
+        // An answer that happens to be the newest set carries that set's sequence. The worker then
+        // does not get it a second time as a call.
         let newest = worker.newest();
         let newest = newest.filter(|newest| versions(&newest.members) == versions(&members));
         QuestionAnswer::Set {
@@ -605,9 +664,11 @@ impl SharedSender {
     /// A worker no longer waits for the answer to a question.
     pub(super) fn withdraw(&self, id: ConnectionId, question: u64) {
         let mut table = self.table();
+        // A question that was replaced belongs to another request, which still waits.
         let worker = table.worker(id).filter(|one| one.asked == question);
         if let Some(worker) = worker {
             worker.reader.withdraw();
+            // If the answer came at the same time, it is dropped, so that its slot becomes free.
             worker.reader.progress(0, question);
         }
     }
@@ -632,6 +693,8 @@ impl SharedSender {
 
     /// The connection of a name, if it has not ended. The time tells nothing of other names.
     pub(super) fn named(&self, name: &str) -> Option<ConnectionId> {
+        // `Digits` compare in constant time: a wrong name learns nothing from the time of its
+        // refusal.
         let name = Digits::try_from(name.to_owned()).ok()?;
         let table = self.table();
         let mut connections = table.connections.iter();

@@ -18,6 +18,7 @@ const LINES: usize = 1000;
 impl Service {
     pub(super) fn tell(&mut self, event: SyncEvent) {
         let now = self.now();
+        // The core is pure: it returns effects, and this performs them.
         for effect in self.core.step(event, now) {
             self.perform(effect);
         }
@@ -26,6 +27,7 @@ impl Service {
     pub(super) fn perform(&mut self, effect: SyncEffect) {
         match effect {
             SyncEffect::Wake(party) => self.answer_need(party),
+            // Explorers that wait for a need may have one now.
             SyncEffect::Offered => {
                 let explorers = self.members.iter();
                 let explorers = explorers.filter(|(_, one)| one.role == Role::Explorer);
@@ -35,6 +37,7 @@ impl Service {
             }
             SyncEffect::Fetch(party, version) => self.fetch(party, version),
             SyncEffect::Meet(party, _, explorers) => {
+                // They are told to fetch only when the trainer says that it has sent.
                 self.meeting = explorers;
                 // Of a meeting whose trainer has left, too.
                 self.gone.clear();
@@ -44,6 +47,7 @@ impl Service {
                 self.answer_meet(party, Reply::Go {});
             }
             SyncEffect::Synced(party, outcome) => {
+                // An explorer that has ended its sync is not told to fetch any more.
                 self.meeting.retain(|one| *one != party);
                 self.ended(party, Ended::of(outcome));
             }
@@ -53,6 +57,7 @@ impl Service {
     }
 
     pub(super) fn answer_need(&mut self, party: Party) {
+        // The request stays where it is until there is something to say.
         let need = self.waiting_need(party);
         if (need.need != Need::No || need.trainer_stopped)
             && let Some(waiting) = self.waiting(party, |kind| kind == RequestKind::Need)
@@ -71,6 +76,7 @@ impl Service {
         if let Some(member) = self.members.get_mut(&party) {
             member.ended = Some(ended);
             if ended == Ended::Synced {
+                // The reason of an earlier failure is over.
                 member.reason = None;
             }
         }
@@ -97,6 +103,7 @@ impl Service {
             versions_behind,
             steps_behind,
             reason: reason.filter(|_| ended == Ended::Failed),
+            // The caller measures how long its own call took.
             took: Duration::ZERO,
         })));
     }
@@ -108,11 +115,13 @@ impl Service {
         all: &BTreeMap<Party, SyncOutcome>,
     ) {
         self.meeting.clear();
+        // Lines of explorers that left during the meeting, which have no record any more.
         let mut gone = std::mem::take(&mut self.gone);
         let synced = all
             .values()
             .any(|one| matches!(one, SyncOutcome::Synced(_)));
         let late = all.values().any(|one| *one == SyncOutcome::TimedOut);
+        // One explorer with the version is enough. The lines say how it went for the others.
         let (ended, reason) = match (all.is_empty(), late) {
             _ if synced => (Ended::Synced, None),
             (true, _) => (Ended::TimedOut, Some("no explorer came")),
@@ -135,6 +144,8 @@ impl Service {
         }
         match self.waiting(party, |kind| matches!(kind, RequestKind::Meet(..))) {
             Some(waiting) => (waiting.answer)(Ok(Reply::Trained(answer))),
+            // The trainer is still sending, and no request of it waits. Its next one takes the
+            // answer.
             None => {
                 if let Some(member) = self.members.get_mut(&party) {
                     member.met = Some(answer);
@@ -144,6 +155,8 @@ impl Service {
     }
 
     pub(super) fn refused(&mut self, party: Party) {
+        // The core refuses a trainer in two cases: another one has its place, or the version or the
+        // meeting does not fit.
         let replaced = self.core.trainer().is_some_and(|one| one != party);
         let is_trainer = self
             .members
@@ -155,6 +168,8 @@ impl Service {
         let waiting = self.waiting(party, |_| true);
         let problem = match replaced {
             true => {
+                // The old trainer's next request finds no record. It then joins again with its
+                // epoch, which is refused.
                 let member = self.members.remove(&party);
                 let name = member.map(|member| member.name).unwrap_or_default();
                 let reason = format!(
@@ -201,6 +216,8 @@ impl Service {
     pub(super) fn waiting_need(&self, party: Party) -> NeedAnswer {
         let answer = self.need(party);
         match self.core.trainer() == Some(party) {
+            // A waiting trainer makes no steps, so an explorer that asks counts for it in every
+            // style.
             true => NeedAnswer {
                 need: self.core.waiting_trainer_need(),
                 ..answer
@@ -223,6 +240,7 @@ impl Service {
                 false => self.core.explorer_need(party),
             },
             asked_by: asking
+                // Bounds the answer, as thousands of explorers may ask.
                 .take(LINES)
                 .map(|member| member.name.clone())
                 .collect(),

@@ -25,11 +25,15 @@ impl Caller {
     /// Refuses a client whose certificate is not for this role. Where the connection is plain there are no
     /// certificates: on loopback, or with permission.
     pub(super) fn may_be(self, role: Role) -> Result<(), RequestProblem> {
+        // Requests from inside this program pass: they are trusted as the program is.
         let Self::Client(came) = self else {
             return Ok(());
         };
         let reason = match (came.part, role) {
+            // Without encryption there are no certificates. The token alone has let this client in.
             _ if !came.is_encrypted => return Ok(()),
+            // The trainer's certificate is for every role. Any other that names a role is for
+            // explorers.
             (Some(CertificateRole::Trainer), _) | (Some(_), Role::Explorer) => return Ok(()),
             (Some(part), Role::Trainer) => format!(
                 "expected the trainer's certificate of a {role}, got a {part}'s: give this process \
@@ -49,6 +53,8 @@ impl Service {
     /// The epoch of a trainer that joins.
     pub(super) fn epoch_of(&self, join: &Join) -> Result<Epoch, RequestProblem> {
         let newest = self.core.epoch();
+        // A trainer that joins for the first time gets an epoch. One that comes back brings its
+        // own.
         let Some(epoch) = join.epoch else {
             // Above those of earlier lives that this one knows nothing of, as far as clocks agree.
             let next = newest.next().ok_or_else(|| RequestProblem::Refused {
@@ -59,6 +65,7 @@ impl Service {
             })?;
             return Ok(next.max(Epoch(since_1970())));
         };
+        // A newer trainer has joined since. The old one must not publish any more.
         if epoch < newest {
             let name = self.core.trainer().and_then(|one| self.members.get(&one));
             let reason = format!(
@@ -90,6 +97,8 @@ impl Service {
 
     /// Refuses a number for a trainer's version that is far above all that is known.
     pub(super) fn check_version(&self, version: Version) -> Result<(), RequestProblem> {
+        // Versions that are only held count too: they were passed on before the trainer announced
+        // them.
         let highest = self.core.highest().max(self.held.newest());
         check_number(version, highest).map_err(|reason| RequestProblem::Refused { reason })
     }
@@ -125,6 +134,7 @@ impl Service {
             }
             Method::Memory | Method::Direct => {}
         }
+        // A scheme without weights would leave explorers waiting.
         match scheme.parse::<AnyScheme>() {
             Ok(known) if !known.capabilities().weights => {
                 return wrong("a scheme that brings weights, such as distributed");
@@ -137,6 +147,7 @@ impl Service {
             }
             Ok(_) => {}
         }
+        // Only with `memory` does the service itself connect to the trainer.
         match (method, caller) {
             // This service is about to join it.
             (Method::Memory, Caller::Client(_)) if LOCAL.contains(&word(scheme)) => wrong(
@@ -157,6 +168,7 @@ impl Service {
 /// anywhere, as the trainer is trusted and the end there shows such a certificate, too. On loopback a
 /// client could connect itself. Any other is to be where it comes from.
 fn may_lead_to(came: ConnectionInfo, at: &Endpoint) -> Result<(), String> {
+    // The canonical form: an IPv4 address in IPv6 form is the same address.
     let found = Addresses::of(at).map(|at| at.found.ip().to_canonical());
     let is_proved = came.part == Some(CertificateRole::Trainer);
     if is_proved || came.from.is_loopback() || found.is_ok_and(|found| found == came.from) {

@@ -49,6 +49,8 @@ impl Service {
             ));
         }
         let style = join.style.unwrap_or(self.options.style);
+        // Two styles that would each wait for the other never synchronise, so the second one is
+        // refused.
         self.check_styles(join.role, &join.name, style)?;
         if let Some(method) = join.method
             && !self.core.accepts(method)
@@ -102,14 +104,17 @@ impl Service {
             let reason = "a trainer says where its versions can be had".into();
             return Err(RequestProblem::Refused { reason });
         };
+        // All checks come before the first change, so a refused trainer changes nothing.
         let epoch = self.epoch_of(&join)?;
         self.check_version(join.version)?;
         let method = join.method.unwrap_or(self.core.method());
         self.check_source(caller, &join.name, method, &from)?;
         let party = self.enter(Role::Trainer, join.name, style)?;
         self.core.choose(method);
+        // From here on an older trainer is refused.
         self.tell(SyncEvent::TrainerJoined(party, epoch, join.step, style));
         self.record.stopped = false;
+        // Written at once: after a restart an older trainer is still fenced off.
         self.record.note(epoch, None);
         self.source = Some(from);
         self.is_own_source = matches!(caller, Caller::Own);
@@ -117,6 +122,8 @@ impl Service {
         // What another trainer has announced and not published is not this one's.
         let newest = self.core.newest().0;
         self.steps.retain(|version, _| *version <= newest);
+        // With `memory` the service receives from the trainer. The bridge joins it in a thread, so
+        // this loop goes on.
         if self.core.method() == Method::Memory {
             self.start_bridge(party);
         }
@@ -131,6 +138,7 @@ impl Service {
 
     /// Receives from the trainer, in a thread. Without one its versions fail, and it is told.
     pub(super) fn start_bridge(&mut self, party: Party) {
+        // At most one bridge is current. A retired one passes nothing on any more.
         self.retire_bridge();
         let Some(from) = self.source.clone() else {
             return;
@@ -151,6 +159,8 @@ impl Service {
         join: Join,
         style: Style,
     ) -> Result<JoinAnswer, RequestProblem> {
+        // The number lasts longer than the membership: where versions are received, the explorer
+        // keeps its place.
         let worker = self.worker_of(&join);
         // Of another lineage its number says nothing.
         let version = match join.lineage == self.record.lineage {
@@ -195,6 +205,8 @@ impl Service {
         self.last += 1 + u64::from(u32::from_le_bytes(apart));
         let same = self.members.iter();
         let old = same.filter(|(_, one)| one.role == role && one.name == name);
+        // An old trainer stays here until `TrainerJoined`: the core then refuses it, and it is told
+        // why.
         for old in old.map(|(party, _)| *party).collect::<Vec<_>>() {
             if role == Role::Explorer {
                 let reason = format!("another explorer has joined with the name {name:?}");
@@ -258,17 +270,21 @@ impl Service {
         self.events.note(what, member.role, &member.name, |event| {
             event.reason.clone_from(&reason);
         });
+        // Its connection has ended or it was replaced, so it is to join again.
         if let Some(waiting) = member.waiting {
             (waiting.answer)(Err(RequestProblem::Unknown {}));
         }
         match member.role {
             Role::Trainer => {
+                // The bridge has no trainer to receive from. What it has passed on stays held.
                 self.retire_bridge();
                 let how = match reason {
                     None => PartyDeparture::Stopped,
                     Some(_) => PartyDeparture::Died,
                 };
                 self.tell(SyncEvent::TrainerLeft(party, how));
+                // A restarted service reads this: explorers that were here then learn that nothing
+                // newer comes.
                 if how == PartyDeparture::Stopped {
                     self.record.set_stopped(true);
                     self.say_stopped();
@@ -286,6 +302,7 @@ impl Service {
 
     /// Ends the bridge to a trainer, without a wait for its thread.
     pub(super) fn retire_bridge(&mut self) {
+        // Threads that have ended are dropped here, which joins them without a wait.
         self.retired.retain(|bridge| !bridge.is_over());
         if let Some(bridge) = self.bridge.take() {
             bridge.stop();

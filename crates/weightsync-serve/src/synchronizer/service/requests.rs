@@ -16,6 +16,7 @@ impl Service {
         request: Request,
         answer: Answer<Reply>,
     ) {
+        // Not a member: its connection ended, it was replaced, or the service was started again.
         let Some(member) = self.members.get_mut(&party) else {
             return answer(Err(match self.replaced.get(&party) {
                 // It must not take the place back.
@@ -26,6 +27,7 @@ impl Service {
             }));
         };
         let role = member.role;
+        // Checked for each request: a party's number alone does not make a client a trainer.
         if let Err(refused) = caller.may_be(role) {
             return answer(Err(refused));
         }
@@ -38,6 +40,7 @@ impl Service {
             );
             // The client may ask again for the same, as a connection has ended.
             if !is_again {
+                // The earlier wait would otherwise count for a caller that is gone.
                 self.withdrawn(party, earlier.kind);
             }
         }
@@ -67,6 +70,7 @@ impl Service {
             let reason = format!("this request is for a party that is {of}, and not for a {role}");
             return Err(RequestProblem::Refused { reason });
         }
+        // A number far above all others would use the numbers up.
         match request {
             Request::Publishing { version, .. }
             | Request::Published { version, .. }
@@ -80,6 +84,7 @@ impl Service {
     fn answer_request(&mut self, party: Party, request: Request, answer: Answer<Reply>) {
         match request {
             Request::Need { step } => {
+                // The step first: it may be what makes the sync due.
                 self.stepped(party, step);
                 answer(Ok(Reply::Need(self.need(party))));
             }
@@ -96,6 +101,8 @@ impl Service {
                 self.stepped(party, step);
                 // It waits no longer for what it was told before.
                 self.tell(SyncEvent::ExplorerCancelled(party));
+                // The request waits before the core is told, because the effects may answer it at
+                // once.
                 self.wait(party, RequestKind::Sync, answer, None);
                 let until = self.after(timeout_ms);
                 self.note(EventKind::Asked, party, |_| {});
@@ -128,6 +135,8 @@ impl Service {
                 self.set_reason(party, Some(short(&reason)));
                 self.wait(party, RequestKind::Sync, answer, None);
                 self.tell(SyncEvent::ExplorerFailed(party, version));
+                // If the core has ended the sync, the request is answered already. Otherwise it is
+                // answered here.
                 self.answer_sync(party, Ended::Failed);
             }
             Request::Pause { paused } => {
@@ -142,6 +151,8 @@ impl Service {
                 // A trainer that takes its place gives its versions higher numbers.
                 self.core.saw(version);
                 self.record.announce(version);
+                // Explorers can load the version before the trainer says more, and are then told
+                // its step.
                 self.remember(version, step);
                 answer(Ok(Reply::Done {}));
             }
@@ -152,6 +163,8 @@ impl Service {
             } => {
                 self.stepped(party, Some(step));
                 let until = self.after(timeout_ms);
+                // The step may come with this request alone, if the announcement was lost while the
+                // service was away.
                 self.remember(version, step);
                 let held = self.can_be_had(version);
                 // It may have failed before the trainer has said that it has published it.
@@ -161,6 +174,7 @@ impl Service {
                     let answered = self.trained(version, step, Ended::Failed, Some(reason));
                     return answer(Ok(Reply::Trained(answered)));
                 }
+                // The request waits until the bridge has the version, or the time is over.
                 self.wait(party, RequestKind::Published(version, step), answer, until);
                 if held {
                     self.published(party, version, step);
@@ -184,6 +198,7 @@ impl Service {
                     member.met = None;
                 }
                 self.record.announce(version);
+                // As for a sync: the effects may answer the request at once.
                 self.wait(party, RequestKind::Meet(version, step), answer, None);
                 let until = self.after(timeout_ms);
                 self.tell(SyncEvent::TrainerMeets(party, version, step, until));
@@ -235,6 +250,7 @@ impl Service {
     pub(super) fn withdraw(&mut self, party: Party, number: u64) {
         let member = self.members.get_mut(&party);
         let waiting = member.and_then(|member| {
+            // Only the request whose caller has gone. A newer one may wait by now.
             let is_it = |waiting: &mut WaitingRequest| waiting.number == number;
             member.waiting.take_if(is_it)
         });
@@ -248,6 +264,7 @@ impl Service {
         match kind {
             RequestKind::Sync => self.tell(SyncEvent::ExplorerCancelled(party)),
             RequestKind::Meet(..) => self.tell(SyncEvent::TrainerFailed(party)),
+            // The core was told of none of these.
             RequestKind::Need | RequestKind::Published(..) => {}
         }
     }
@@ -266,6 +283,7 @@ impl Service {
     /// A trainer has sent what the explorers of the meeting are to load.
     pub(super) fn sent(&mut self, party: Party, version: Version, answer: Answer<Reply>) {
         let member = self.members.get_mut(&party);
+        // The meeting ended while the trainer was sending. Its answer was kept.
         if let Some(met) = member.and_then(|member| member.met.take()) {
             return answer(Ok(Reply::Trained(met)));
         }
@@ -275,6 +293,7 @@ impl Service {
             let answered = self.trained(version, step, Ended::Failed, Some(reason.into()));
             return answer(Ok(Reply::Trained(answered)));
         }
+        // The trainer waits from here on for the outcome, and the explorers begin to load.
         self.wait(party, RequestKind::Meet(version, step), answer, None);
         for explorer in std::mem::take(&mut self.meeting) {
             self.fetch(explorer, version);
@@ -305,11 +324,14 @@ impl Service {
 
     /// A version of a trainer can be had.
     pub(super) fn published(&mut self, party: Party, version: Version, step: u64) {
+        // A version is published once. The trainer, the bridge or an explorer that has it says so
+        // first.
         if version > self.core.newest().0 {
             self.remember(version, step);
             self.tell(SyncEvent::TrainerPublished(party, version, step));
             self.note_published(party, version, step);
         }
+        // The answer for a version also answers a request for an older one.
         let is_done = |kind| matches!(kind, RequestKind::Published(known, _) if known <= version);
         if let Some(waiting) = self.waiting(party, is_done) {
             let answer = self.trained(version, step, Ended::Synced, None);
@@ -318,11 +340,14 @@ impl Service {
     }
 
     pub(super) fn bridged(&mut self, party: Party, said: FromBridge) {
+        // A bridge of a trainer that has left may still speak.
         if !self.members.contains_key(&party) {
             return;
         }
         match said {
             FromBridge::Has(version) => {
+                // Without a step the trainer has not announced it yet. Its own request publishes it
+                // then.
                 if let Some(step) = self.steps.get(&version).copied() {
                     self.published(party, version, step);
                 }
@@ -348,6 +373,7 @@ impl Service {
                     let answer = self.trained(version, step, Ended::Failed, Some(reason));
                     (waiting.answer)(Ok(Reply::Trained(answer)));
                 } else if let Some(version) = version {
+                    // No trainer waits yet. Its request finds the failure here.
                     self.failed = Some((version, reason));
                 }
             }

@@ -12,6 +12,8 @@ impl SharedSender {
     /// Finds a version of a call, or one that the sender keeps.
     pub(in super::super) fn find(&self, model: usize, version: Version) -> Option<Snapshot> {
         let is_it = |one: &&Snapshot| one.model() == model && one.version() == version;
+        // A call may name a version that the segment has replaced since. The connection's snapshot
+        // keeps it until the call is over.
         let table = self.table();
         let mut calling = table.connections.values().flat_map(|one| &one.calling);
         let called_with = calling.find(is_it).cloned();
@@ -27,8 +29,10 @@ impl SharedSender {
     ) -> Arc<ServingVersion> {
         let what = (id, snapshot.model(), snapshot.version());
         let mut table = self.table();
+        // Several answers of one worker may carry one version, so this counts.
         *table.serving.entry(what).or_default() += 1;
         if let Some(connection) = table.connections.get_mut(&id) {
+            // From here on a newer set does not replace the call.
             connection.has_begun = true;
         }
         drop(table);
@@ -48,6 +52,7 @@ impl SharedSender {
             return error;
         };
         let mut table = self.table();
+        // A version is held for a worker by its call, and by each answer that carries its bytes.
         let calling = table.connections.iter().flat_map(|(id, connection)| {
             let calling = connection.calling.iter();
             calling.map(|one| (*id, one.model(), one.version()))
@@ -65,11 +70,14 @@ impl SharedSender {
             })
             .collect();
         drop(table);
+        // The segment counts these pins as the trainer's own. They move to the lines of the workers
+        // that fetch.
         for own in holders.iter_mut().filter(|one| one.worker.is_none()) {
             let is_fetched = |version| fetching.iter().any(|one| one.versions == [version]);
             own.versions.retain(|version| !is_fetched(*version));
         }
         holders.extend(fetching);
+        // A holder whose versions were all moved away has nothing left to name.
         holders.retain(|one| !one.versions.is_empty());
         error
     }
