@@ -98,8 +98,8 @@ impl Quantisation {
     /// The scale for a largest magnitude.
     pub fn scale_for(self, magnitude: f32) -> f32 {
         match magnitude / self.divisor() {
-            // The largest magnitude is 0, or too small for a scale. By a scale of 0 the values
-            // would be NaN or infinite.
+            // The largest magnitude is 0, or too small for a scale. Division by 0 would give NaN or
+            // an infinity.
             0.0 => f32::EPSILON,
             scale => scale,
         }
