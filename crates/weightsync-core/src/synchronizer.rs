@@ -592,8 +592,8 @@ impl Synchronizer {
                     wait.told = Some(newest);
                     effects.push(SyncEffect::Fetch(party, newest));
                 }
-            // No version will come any more, so a wait without a deadline would never end.
             } else if self.is_stopped(party) {
+                // No version will come any more, so a wait without a deadline would never end.
                 let outcome = match behind {
                     true => SyncOutcome::OutOfReach,
                     false => SyncOutcome::NothingNewer,

@@ -112,12 +112,12 @@ pub(crate) unsafe fn write_image(
             let (part, tail) = std::mem::take(&mut rest).split_at_mut(block - from);
             rest = tail;
             let (image, spans) = (&image, &spans[range.clone()]);
+            // On an error the scope still joins the threads that run. What they have written is
+            // never published.
             let copy = move || image.write(spans, (from, part));
             let thread = std::thread::Builder::new().name("weightsync-copy".into());
             threads.push(
                 thread
-                    // On an error the scope still joins the threads that run. What they have
-                    // written is never published.
                     .spawn_scoped(scope, copy)
                     .map_err(|source| Error::Os {
                         action: "starting a copying thread",

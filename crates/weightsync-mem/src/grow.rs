@@ -123,9 +123,9 @@ pub(crate) fn lend(
         // it.
         let pinned = shared.pinned(&mut state, model, records);
         let mut decided = state.plan.lend(model, pinned, max_slots);
+        // Answers that their workers no longer need are given up before memory is spent or time is
+        // lost.
         if !matches!(decided, Lend::Slot(_))
-            // Answers that their workers no longer need are given up before memory is spent or time
-            // is lost.
             && shared.decide(&mut state, |plan, steps| plan.clear_taken(steps))
         {
             records = shared.observe(&mut state);

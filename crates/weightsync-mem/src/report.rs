@@ -115,8 +115,8 @@ impl Publication {
         if reader.has_left() {
             return Some(Outcome::Left);
         }
+        // The reader refused this set, or a newer one that replaced it.
         if let Some((refused, reason)) = &reader.refused
-            // The reader refused this set, or a newer one that replaced it.
             && *refused >= sequence
         {
             let reason = reason.clone();

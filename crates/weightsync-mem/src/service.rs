@@ -504,8 +504,8 @@ impl SharedRegistry {
                 "the worker asks for models {wanted:?}, but there are {there_are:?}"
             ));
         }
+        // Each version in a queue keeps a slot, so the sender limits what a worker may ask for.
         if let Delivery::Every { bound } = request.delivery
-            // Each version in a queue keeps a slot, so the sender limits what a worker may ask for.
             && bound > self.max_queue
         {
             return Err(match self.max_queue {

@@ -265,8 +265,8 @@ impl Snapshot {
     /// took this snapshot: no other process writes the model's page, not even a forked child of the
     /// sender.
     pub fn publish_digest(&self, digest: Digest) -> bool {
+        // A reader maps the model's page read-only: its store would be a fault.
         let own =
-            // A reader maps the model's page read-only: its store would be a fault.
             matches!(self.pin.book.owner, PinOwner::Sender(_)) && self.slot.map.usable().is_ok();
         if own {
             let page = self.model.page();

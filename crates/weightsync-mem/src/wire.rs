@@ -471,9 +471,9 @@ impl Rest<'_> {
 
     fn text(&mut self) -> Result<String, Error> {
         let len = usize::from(u16::from_le_bytes(self.take()?));
+        // The length comes from outside; a slice that is not there is an error and no panic.
         let text = self
             .0
-            // The length comes from outside; a slice that is not there is an error and no panic.
             .split_off(..len)
             .filter(|_| len <= MAX_TEXT)
             .ok_or_else(|| {

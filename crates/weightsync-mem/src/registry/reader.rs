@@ -158,9 +158,9 @@ impl RegisteredReader {
     /// The first impossible claim of its page; none for a rejected reader, which has nothing left
     /// to lose.
     pub(crate) fn take_breach(&self) -> Option<Breach> {
+        // A reader that was rejected once is not rejected again at each scan.
         self.claims
             .breach()
-            // A reader that was rejected once is not rejected again at each scan.
             .filter(|_| self.unusable.is_none() && !self.has_left())
     }
 
@@ -267,9 +267,9 @@ impl RegisteredReader {
     pub(crate) fn wake_for_answer(&self, key: Key) {
         if let ReaderEnd::RemoteReader { call, .. } = &self.end {
             (call.0)(key);
-        // The caller has issued the fence since it changed the mailbox. A reader that announces its
-        // sleep later finds the change in its last look.
         } else if self.control().sleep.sleeping() {
+            // The caller has issued the fence since it changed the mailbox. A reader that announces
+            // its sleep later finds the change in its last look.
             futex::wake(&self.mailbox().answer.0.question);
         }
     }

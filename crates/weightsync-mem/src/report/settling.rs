@@ -142,9 +142,9 @@ impl<'a> Settling<'a> {
             let Some(outcome) = known else {
                 return false;
             };
+            // From now on no other report has a line about this departure.
             if outcome == Outcome::Left
                 && let Some(reader) = state.readers.get_mut(&key)
-                // From now on no other report has a line about this departure.
                 && !std::mem::replace(&mut reader.reported, true)
             {
                 self.reported.push(key);
