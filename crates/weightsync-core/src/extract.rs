@@ -122,7 +122,7 @@ impl<'a> TensorRef<'a> {
             offset,
             data: data.len() as u64,
         };
-        // Every element is checked here, once. The kernels below then index without a question.
+        // The place of every element is checked here, once for the whole tensor.
         let start =
             extent(shape, strides, offset, size, data.len()).ok_or_else(|| outside.clone())?;
         let mut dims: Vec<Dim> = Vec::new();
@@ -453,7 +453,7 @@ fn write_strided(conversion: Conversion, dst: &mut [u8], src: &[u8], start: usiz
         .filter(|(_, dim)| dim.stride.unsigned_abs() < row.stride.unsigned_abs().min(LINE))
         .map(|(index, _)| index);
     let Some(dense) = dense else {
-        // The source's rows are as good as any order, so the result is written front to back.
+        // No order of the source is better, so the result is written front to back.
         let mut rows = dst.chunks_exact_mut(row_bytes);
         for_each_index(outer, start, |first| {
             if let Some(result) = rows.next() {

@@ -76,8 +76,8 @@ impl Drop for PrivateMapping {
         if self.map.usable().is_err() || !self.snapshot.slot().take_back() {
             return;
         }
-        // The clone keeps the slot pinned until it is swept. Otherwise the next version in the slot
-        // would show through pages that are copies of this one.
+        // The clone keeps the slot pinned until it is swept. Otherwise pages that are copies of
+        // this version would hide the next version in the slot.
         let due = match self.map.len() <= AT_ONCE {
             true => Some(self.snapshot.clone()),
             false => self.snapshot.sweeps().put(self.snapshot.clone()),

@@ -167,8 +167,8 @@ fn apply_fast<W: Word>(
             target.put(here, places, &work.before);
         }
         if whole {
-            // The base's lines are in the cache now, and so is the delta: copy and change in one
-            // pass.
+            // The lines that were fetched meanwhile are in the cache now, so the block is copied
+            // and changed in one pass.
             target.seed(here.clone());
             target.put(here, places, &work.now);
         } else {

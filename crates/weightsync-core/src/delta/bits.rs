@@ -49,7 +49,7 @@ impl<'a> BitWriter<'a> {
     /// Writes `zeros` zeros and a one.
     #[inline(always)]
     pub(super) fn put_unary(&mut self, mut zeros: u64) {
-        // A delta may claim any number of zeros, but a word holds 56 bits.
+        // There may be any number of zeros, but at most 56 bits are written at once.
         while zeros >= u64::from(MOST) {
             self.put(0, MOST);
             zeros -= u64::from(MOST);
@@ -163,7 +163,7 @@ pub(super) fn bits_at(bytes: &[u8], at: usize) -> u64 {
             word.copy_from_slice(eight);
             u64::from_le_bytes(word)
         }
-        // The last seven bytes cannot be read as a word.
+        // Fewer than eight bytes are left.
         None => tail(bytes, first),
     };
     word >> (at % 8)

@@ -58,8 +58,8 @@ impl Synchronizer {
             return;
         }
         let asking = self.asking();
-        // An explorer that lost a meeting waits for the next. If the others come much later, it
-        // would wait as long.
+        // An explorer that was left out of a meeting waits for the next. If the others come much
+        // later, it would wait as long.
         let left_out = asking.iter().any(|party| self.is_behind(*party));
         // One that evaluates comes to no meeting, so nobody waits for it.
         let there = || self.explorers.values().filter(|one| !one.paused);
