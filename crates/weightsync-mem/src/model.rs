@@ -76,7 +76,6 @@ impl DescriptionFile {
         let mut bytes = spec.layout.encode();
         let layout_bytes = bytes.len() as u64;
         bytes.extend_from_slice(&spec.note);
-        // A layout may be empty, and a mapping may not.
         let file = OwnedFile::new("weightsync-model", bytes.len().max(1))?;
         file.fill(&bytes);
         Ok(Self {
