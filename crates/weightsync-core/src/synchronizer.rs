@@ -298,7 +298,6 @@ impl Synchronizer {
             (None, _) => State::Stopped,
             (Some(ExplorerState { wait: Some(_), .. }), Method::Direct) => State::WaitingSync,
             (Some(ExplorerState { wait: Some(_), .. }), _) => State::RequireSync,
-            // It does not wait yet, but is to synchronise.
             _ if self.explorer_need(party) != Need::No => State::RequireSync,
             _ => State::Running,
         }

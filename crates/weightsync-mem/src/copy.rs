@@ -82,7 +82,6 @@ pub(crate) unsafe fn write_image(
         sources,
         bytes: layout.bytes() as usize,
     };
-    // 0: the caller leaves it to this module.
     let threads = match options.threads {
         0 => that_pay(image.bytes, sources),
         threads => threads,

@@ -41,7 +41,6 @@ pub(crate) fn check_memory(wanted: u64) -> Result<(), Error> {
 impl System<'_> {
     /// The least memory left anywhere, and the limit if it is a group's.
     fn least_left(self) -> Option<(u64, Option<u64>)> {
-        // The tightest limit counts, whichever it is.
         let machine = self.machine().map(|left| (left, None));
         let groups = self.groups().into_iter();
         let groups = groups.map(|(left, limit)| (left, Some(limit)));

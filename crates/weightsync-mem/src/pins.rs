@@ -71,7 +71,6 @@ impl PinBook {
         doorbell: Arc<Doorbell>,
         models: ModelMask,
     ) -> Self {
-        // Indexed by model, up to this end's last one.
         let rows = models.iter().last().map_or(0, |last| last + 1);
         Self {
             owner,

@@ -111,7 +111,6 @@ fn in_pieces(
         (start < pages.end).then(|| start..pages.end.min(start + PIECE))
     };
     let run = || std::iter::from_fn(take).try_for_each(&work);
-    // One piece is work for one thread.
     if count <= 1 {
         return run();
     }
