@@ -185,6 +185,7 @@ impl<T> WeightChunk<T> {
         for (at, (name, (&dtype, shape))) in
             names.iter().zip(dtypes.iter().zip(&shapes)).enumerate()
         {
+            // The index holds no names of its own: it looks them up in the column.
             if !index.insert(at, |at| &names[at]) {
                 return Err(Error::DuplicateName { name: name.clone() });
             }
@@ -316,6 +317,8 @@ fn group(layout: &Layout, by_module: bool) -> Vec<TensorGroup> {
     // MAX_TENSORS fits in 32 bits.
     for (position, tensor) in (0u32..).zip(layout.tensors()) {
         let next = groups.len();
+        // The first tensor of a module makes its group; later ones join it, wherever they stand in
+        // the layout.
         let at = match by_module {
             true => *of_module.entry(module_of(&tensor.name)).or_insert(next),
             false => next,
@@ -333,6 +336,7 @@ fn group(layout: &Layout, by_module: bool) -> Vec<TensorGroup> {
 
 /// Joins neighbouring groups while they fit the budget.
 fn batch(layout: &Layout, groups: Vec<TensorGroup>, budget: Option<u64>) -> Vec<TensorGroup> {
+    // Without a budget each module, or tensor, is a chunk of its own.
     let Some(budget) = budget else {
         return groups;
     };
@@ -345,6 +349,8 @@ fn batch(layout: &Layout, groups: Vec<TensorGroup>, budget: Option<u64>) -> Vec<
             .map(|&at| layout.tensors()[at as usize].range.len)
             .sum();
         match batches.last_mut() {
+            // A batch without bytes takes any group, or an empty tensor would be a chunk of its own
+            // in front of it.
             Some(batch) if current == 0 || current + bytes <= budget => {
                 batch.tensors.extend(group.tensors);
                 batch.one_module = false;
@@ -378,8 +384,10 @@ fn chunk(layout: &Layout, group: TensorGroup) -> WeightChunk {
                 range: tensor.range,
             })
             .collect(),
+        // Several modules in one chunk have no name together.
         module_name: module.filter(|_| one_module).map(str::to_owned),
         total_bytes: specs().map(|tensor| tensor.range.len).sum(),
+        // Neighbours in the layout have nothing but padding between them.
         packed: positions.windows(2).all(|pair| pair[0] + 1 == pair[1]),
     }
 }

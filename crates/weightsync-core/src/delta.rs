@@ -180,6 +180,8 @@ struct BlockChanges<W> {
 impl<W: weightsync_simd::Word> BlockChanges<W> {
     /// Makes room for all the changes that a block can have.
     fn reserve(&mut self) {
+        // The kernels store whole vectors, so they write up to `SLACK` elements behind the last
+        // change.
         self.places.resize(BLOCK + SLACK, 0);
         self.steps.resize(BLOCK + SLACK, W::default());
         self.masks.resize(BLOCK / 64, 0);
@@ -206,6 +208,7 @@ impl<W: weightsync_simd::Word> BlockChanges<W> {
 
 /// How long a span is in elements.
 fn check_span(pattern: BitPattern, bytes: usize) -> Result<usize, DeltaError> {
+    // The working memory has room for one span, and a span is read as whole elements.
     if bytes as u64 > SPAN || !bytes.is_multiple_of(pattern.width()) {
         return Err(DeltaError::Span {
             limit: SPAN,

@@ -62,6 +62,7 @@ impl Digest {
         let mut digester = Digester::new(expected);
         for tensor in layout.tensors() {
             let bytes = tensor.range.of(image).ok_or(wrong_length.clone())?;
+            // Padding is fed by no tensor. `tensor` counts the rest of each last line as zeros.
             digester.tensor(tensor.range.offset, bytes)?;
         }
         digester.finish()
@@ -164,10 +165,12 @@ impl Digester {
     /// [`DigestError::Unaligned`] if `offset` is not a multiple of 64, [`DigestError::Outside`] if
     /// the bytes reach past the image.
     pub fn tensor(&mut self, offset: u64, bytes: &[u8]) -> Result<(), DigestError> {
+        // A line is hashed whole, with its number, so no two parts may share one.
         if !offset.is_multiple_of(LINE) {
             return Err(DigestError::Unaligned { offset });
         }
         let len = bytes.len() as u64;
+        // Lines beyond the image would count for lines that were never fed.
         if offset.checked_add(len).is_none_or(|end| end > self.bytes) {
             return Err(DigestError::Outside {
                 offset,
@@ -176,6 +179,8 @@ impl Digester {
             });
         }
         self.sum = digest_add(self.sum, digest_lines(bytes, offset / LINE));
+        // Only the number is kept: a line that is fed twice instead of another one is not noticed
+        // here.
         self.lines += len.div_ceil(LINE);
         Ok(())
     }

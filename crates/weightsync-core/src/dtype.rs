@@ -153,6 +153,7 @@ impl FromStr for Dtype {
     /// Reads a safetensors name; case counts.
     fn from_str(name: &str) -> Result<Self, Error> {
         Dtype::from_name(name).ok_or_else(|| Error::UnknownDtype {
+            // Cut: the name comes from outside, and the error is shown to people.
             name: name.chars().take(32).collect(),
         })
     }

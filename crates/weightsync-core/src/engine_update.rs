@@ -220,6 +220,7 @@ impl EngineUpdate {
     fn after_success(&self) -> Option<Self> {
         let (state, weights) = match self.state {
             UpdateState::Pausing => (UpdateState::Paused, EngineWeights::Old),
+            // From here on the engine may hold parts of both versions.
             UpdateState::Paused => (UpdateState::Started { done: 0 }, EngineWeights::Unknown),
             UpdateState::Started { done } if self.is_last(done) => {
                 (UpdateState::Updated, EngineWeights::Unknown)
@@ -228,8 +229,10 @@ impl EngineUpdate {
                 UpdateState::Started { done: done + 1 },
                 EngineWeights::Unknown,
             ),
+            // Only finish makes the new weights usable, so only now they are known to be whole.
             UpdateState::Updated => (UpdateState::Finished, EngineWeights::New),
             UpdateState::Restoring { .. } => (UpdateState::Restored, EngineWeights::Old),
+            // Resume changes no weights: they are what they were before it.
             UpdateState::Finished
             | UpdateState::PauseFailed
             | UpdateState::UpdateFailed
@@ -250,6 +253,7 @@ impl EngineUpdate {
         let (state, weights) = match (self.state, reported) {
             // No call that changes weights was made.
             (UpdateState::Pausing, _) => (UpdateState::PauseFailed, EngineWeights::Old),
+            // Nothing was started, so the weights are old whatever the engine reports.
             (UpdateState::PauseFailed, _) => (UpdateState::NotResumed, EngineWeights::Old),
             // The rest of the new weights was never sent.
             (UpdateState::Started { done }, EngineWeights::New) if !self.is_last(done) => (
@@ -260,6 +264,7 @@ impl EngineUpdate {
                 UpdateState::Paused | UpdateState::Started { .. } | UpdateState::Updated,
                 EngineWeights::Unknown,
             ) => (self.restoring(), EngineWeights::Unknown),
+            // The engine says that its weights are whole, so nothing has to be brought back.
             (UpdateState::Paused | UpdateState::Started { .. } | UpdateState::Updated, whole) => {
                 (UpdateState::UpdateFailed, whole)
             }
@@ -273,6 +278,7 @@ impl EngineUpdate {
                 UpdateState::Finished | UpdateState::UpdateFailed | UpdateState::Restored,
                 EngineWeights::Unknown,
             ) => (UpdateState::Held, EngineWeights::Unknown),
+            // Paused with whole weights: resuming it later is safe.
             (UpdateState::Finished | UpdateState::UpdateFailed | UpdateState::Restored, whole) => {
                 (UpdateState::NotResumed, whole)
             }
@@ -293,6 +299,8 @@ impl EngineUpdate {
 
     /// The first report of a death stays.
     fn after_death(&self, reason: &str) -> Self {
+        // A second report, such as a lost connection after a seen exit, only follows from the
+        // first.
         if self.state == UpdateState::Dead {
             return self.clone();
         }
@@ -306,6 +314,7 @@ impl EngineUpdate {
     fn restoring(&self) -> UpdateState {
         let all_sent = match self.state {
             UpdateState::Started { done } => self.is_last(done),
+            // Finish failed: all chunks are at the engine, so it may hold the whole new version.
             UpdateState::Updated => true,
             _ => false,
         };
@@ -313,6 +322,7 @@ impl EngineUpdate {
     }
 
     fn is_last(&self, done: u32) -> bool {
+        // `done` does not count the update that is under way.
         done + 1 >= self.updates.get()
     }
 

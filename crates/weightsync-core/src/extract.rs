@@ -54,6 +54,7 @@ impl<'a> TensorRef<'a> {
     /// `dtype`, [`ExtractError::DataLength`] if `data` is longer or shorter.
     pub fn new(dtype: Dtype, shape: &'a [u64], data: &'a [u8]) -> Result<Self, ExtractError> {
         let bits = bits_of(dtype, shape)?;
+        // A packed tensor is copied as bytes, so it must end on one.
         if !bits.is_multiple_of(8) {
             return Err(ExtractError::PartialByte { dtype, bits });
         }
@@ -100,7 +101,9 @@ impl<'a> TensorRef<'a> {
                 got: strides.len(),
             });
         }
+        // Strides count whole elements, and those below a byte have no address.
         let size = dtype.bytes().ok_or(ExtractError::SubByte { dtype })?;
+        // A tensor without elements lies nowhere, so its strides and offset are not checked.
         if bits == 0 {
             return Ok(Self {
                 dtype,
@@ -119,10 +122,12 @@ impl<'a> TensorRef<'a> {
             offset,
             data: data.len() as u64,
         };
+        // The place of every element is checked here, once for the whole tensor.
         let start =
             extent(shape, strides, offset, size, data.len()).ok_or_else(|| outside.clone())?;
         let mut dims: Vec<Dim> = Vec::new();
         let mut elements = 1_usize;
+        // A dimension of one element never moves, so its stride may be anything.
         for (&len, &stride) in shape.iter().zip(strides).filter(|&(&len, _)| len > 1) {
             // What lies inside `data` is addressed by `usize` and `isize`; what repeats itself, by a
             // stride of 0, may be longer than memory.
@@ -131,6 +136,8 @@ impl<'a> TensorRef<'a> {
             let stride = (stride as isize)
                 .checked_mul(size as isize)
                 .ok_or_else(|| outside.clone())?;
+            // An outer dimension whose step is the whole of the inner one walks on where that ends.
+            // Joined, they are one longer row.
             match dims.last_mut() {
                 Some(outer) if stride.checked_mul(len as isize) == Some(outer.stride) => {
                     *outer = Dim {
@@ -141,6 +148,8 @@ impl<'a> TensorRef<'a> {
                 _ => dims.push(Dim { len, stride }),
             }
         }
+        // One row of neighbouring elements is a contiguous tensor, for which there are quicker
+        // ways.
         if let [Dim { stride, .. }] = dims[..]
             && stride == size as isize
         {
@@ -204,6 +213,7 @@ impl<'a> TensorRef<'a> {
     /// [`ExtractError::DestinationLength`] if `dst` is not exactly [`bytes_as`](Self::bytes_as) long.
     /// Nothing has been written then.
     pub fn write_into(&self, dst: &mut [u8], dtype: Dtype) -> Result<(), ExtractError> {
+        // All that can be refused comes before the first byte is written.
         let conversion = Conversion::between(self.dtype, dtype)?;
         let expected = bits_of(dtype, self.shape)? / 8;
         if dst.len() as u64 != expected {
@@ -214,6 +224,7 @@ impl<'a> TensorRef<'a> {
         }
         match (conversion, &self.dims[..]) {
             _ if self.elements == 0 => {}
+            // A large result goes past the cache, which it would only fill.
             (Conversion::Copy { .. }, []) => {
                 stream_copy_slice(dst, &self.data[self.start..][..dst.len()]);
             }
@@ -391,12 +402,15 @@ fn bits_of(dtype: Dtype, shape: &[u64]) -> Result<u64, ExtractError> {
 
 /// The byte of the first element, if all elements of a view that has any lie inside `data` bytes.
 fn extent(shape: &[u64], strides: &[i64], offset: u64, size: u32, data: usize) -> Option<usize> {
+    // In 128 bits, which hold the reach of any dimension.
     let (mut low, mut high) = (i128::from(offset), i128::from(offset));
     for (&len, &stride) in shape.iter().zip(strides) {
         let reach = i128::from(len - 1).checked_mul(i128::from(stride))?;
+        // A negative stride reaches below the first element, any other at or above it.
         let end = if reach < 0 { &mut low } else { &mut high };
         *end = end.checked_add(reach)?;
     }
+    // The end of the highest element, not its beginning.
     let end = (high.checked_add(1)?).checked_mul(i128::from(size))?;
     if low < 0 || end > data as i128 {
         return None;
@@ -431,6 +445,7 @@ fn write_strided(conversion: Conversion, dst: &mut [u8], src: &[u8], start: usiz
         return;
     };
     let row_bytes = row.len * to_size;
+    // The outer dimension whose neighbours share cache lines, if those of the row do not.
     let dense = outer
         .iter()
         .enumerate()
@@ -438,6 +453,7 @@ fn write_strided(conversion: Conversion, dst: &mut [u8], src: &[u8], start: usiz
         .filter(|(_, dim)| dim.stride.unsigned_abs() < row.stride.unsigned_abs().min(LINE))
         .map(|(index, _)| index);
     let Some(dense) = dense else {
+        // No order of the source is better, so the result is written front to back.
         let mut rows = dst.chunks_exact_mut(row_bytes);
         for_each_index(outer, start, |first| {
             if let Some(result) = rows.next() {
@@ -459,10 +475,13 @@ fn write_strided(conversion: Conversion, dst: &mut [u8], src: &[u8], start: usiz
                 * row_bytes
         })
         .collect();
+    // The dimensions that are neither in the row nor along the tile's columns: a loop over tiles
+    // for each of their indices.
     let others: Vec<(Dim, usize)> = (0..outer.len())
         .filter(|&index| index != dense)
         .map(|index| (outer[index], pitches[index]))
         .collect();
+    // A tile holds results, which may be wider or narrower than the source's elements.
     let tile_rows = TILE_COLUMN_BYTES / to_size;
     for_each_place(&others, start, |first, place| {
         for top in (0..dense_dim.len).step_by(tile_rows) {
@@ -470,6 +489,7 @@ fn write_strided(conversion: Conversion, dst: &mut [u8], src: &[u8], start: usiz
             for left in (0..row.len).step_by(TILE_COLUMNS) {
                 let width = TILE_COLUMNS.min(row.len - left);
                 let corner = moved(moved(first, top, dense_dim.stride), left, row.stride);
+                // In: column by column, along the source's lines, cast on the way.
                 for (column, into) in tile.chunks_exact_mut(TILE_PITCH).take(width).enumerate() {
                     let into = &mut into[..height * to_size];
                     conversion.walk(
@@ -479,6 +499,7 @@ fn write_strided(conversion: Conversion, dst: &mut [u8], src: &[u8], start: usiz
                         dense_dim.stride,
                     );
                 }
+                // Out: row by row, along the destination's lines.
                 for line in 0..height {
                     let at = place + (top + line) * pitches[dense] + left * to_size;
                     let result = &mut dst[at..][..width * to_size];
@@ -516,6 +537,8 @@ fn for_each_place(dims: &[(Dim, usize)], start: usize, mut each: impl FnMut(usiz
                 place += pitch;
                 break;
             }
+            // This dimension is through: back to its first element, and the next outer one counts
+            // up.
             index[digit] = 0;
             first = moved(first, dim.len - 1, -dim.stride);
             place -= pitch * (dim.len - 1);

@@ -15,6 +15,7 @@ pub(crate) fn encode(bytes: &[u8]) -> String {
 /// Reads exactly `N` bytes, in either case.
 pub(crate) fn decode<const N: usize>(text: &str) -> Option<[u8; N]> {
     let (pairs, rest) = text.as_bytes().as_chunks::<2>();
+    // Before any digit is read: the text comes from outside and may be long.
     if pairs.len() != N || !rest.is_empty() {
         return None;
     }

@@ -44,6 +44,8 @@ impl ModelId {
                 limit: Self::MAX_BYTES as u64,
             });
         }
+        // Names are printed in reports and logs, where a control character could pass for something
+        // else.
         if id.is_empty() || id.chars().any(char::is_control) {
             return Err(Error::InvalidModelId { id: id.to_owned() });
         }

@@ -36,6 +36,7 @@ impl NameIndex {
     ) -> bool {
         let NameIndex { table, hasher } = self;
         let name = name_at(position);
+        // Equal hashes are compared by name, and a table that grows hashes the names again.
         let entry = table.entry(
             hasher.hash_one(name),
             |&other| name_at(other as usize) == name,

@@ -170,6 +170,7 @@ impl Layout {
 
 impl PartialEq for Layout {
     fn eq(&self, other: &Self) -> bool {
+        // Clones share memory. Other equal layouts have one encoding, and so one id.
         Arc::ptr_eq(&self.0, &other.0) || self.id() == other.id()
     }
 }
@@ -262,6 +263,7 @@ impl LayoutBuilder {
 
     fn push(&mut self, name: String, dtype: Dtype, shape: Vec<u64>) -> Result<(), Error> {
         let index = self.tensors.len();
+        // Checked one by one: what comes may be from outside, and without end.
         within("tensors in a layout", index + 1, MAX_TENSORS)?;
         within("bytes in a tensor name", name.len(), MAX_NAME_BYTES)?;
         within("dimensions of a tensor", shape.len(), MAX_RANK)?;
@@ -294,6 +296,7 @@ impl LayoutBuilder {
 
     fn finish(self) -> Result<Layout, Error> {
         let tensors = &self.tensors;
+        // At the end, when the number of names is known: the table never grows.
         let mut names = NameIndex::with_capacity(tensors.len());
         for (index, tensor) in tensors.iter().enumerate() {
             if !names.insert(index, |at| &tensors[at].name) {
@@ -308,6 +311,7 @@ impl LayoutBuilder {
             encoded.len(),
             MAX_ENCODED_BYTES,
         )?;
+        // The encoding is canonical, so its hash stands for the layout.
         let id = LayoutId(*blake3::hash(&encoded).as_bytes());
         Ok(Layout(Arc::new(LayoutInner {
             tensors: self.tensors,
@@ -322,6 +326,7 @@ impl LayoutBuilder {
 /// Size of a tensor in bytes; else its size in bits if that is not whole bytes, or `None` if it is
 /// larger than any layout.
 pub(crate) fn tensor_bytes(dtype: Dtype, shape: &[u64]) -> Result<u64, Option<u64>> {
+    // In bits first: elements of some dtypes are smaller than a byte.
     let bits = dtype.bits_of(shape).ok_or(None)?;
     if bits / 8 > MAX_BYTES {
         Err(None)

@@ -187,6 +187,7 @@ impl Part {
         for index in tensors {
             let range = parts::padded(layout, index)?;
             match ranges.last_mut() {
+                // A tensor without elements has no bytes to write, and a range must not be empty.
                 _ if range.is_empty() => {}
                 Some(last) if last.end() == range.offset => last.len += range.len,
                 _ => ranges.push(range),

@@ -103,6 +103,7 @@ impl<T> Tree<T> {
     /// [`MAX_DEPTH`]; [`Error::PathConflict`], with the name that is taken, if the name exists or
     /// leads through a value. The tree is then as it was.
     pub fn insert(&mut self, name: &str, leaf: T) -> Result<(), Error> {
+        // One part more than allowed shows that there are too many, however long the name is.
         let segments: Vec<&str> = name.split(SEPARATOR).take(MAX_DEPTH + 1).collect();
         if segments.len() > MAX_DEPTH {
             return Err(invalid(name, TOO_DEEP));
@@ -118,6 +119,8 @@ impl<T> Tree<T> {
         };
         let mut tree = self;
         for (depth, segment) in branches.iter().enumerate() {
+            // Only an existing name can be in the way. Below a branch that is added here everything
+            // is free, so a refusal has added nothing.
             let position = match tree.position(segment) {
                 Some(position) => position,
                 None => {
@@ -165,6 +168,7 @@ impl<T> Tree<T> {
 
     /// What stands under a dotted name.
     pub fn node(&self, name: &str) -> Option<&Node<T>> {
+        // The last part may be a value or a branch; all before it must be branches.
         let (branches, last) = match name.rsplit_once(SEPARATOR) {
             Some((branches, last)) => (Some(branches), last),
             None => (None, name),
@@ -227,6 +231,7 @@ impl<T> Tree<T> {
 
     /// Adds an entry, or says `false` if the name is taken.
     fn add(&mut self, segment: String, node: Node<T>) -> bool {
+        // Pushed first, because the index finds a name only by its position in the list.
         self.entries.push((segment, node));
         let entries = &self.entries;
         let added = self.index.insert(entries.len() - 1, |at| &entries[at].0);

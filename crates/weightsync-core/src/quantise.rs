@@ -84,6 +84,7 @@ impl Quantisation {
         let [block_rows, block_columns] = self.block(rows, columns);
         let mut scales: Vec<u64> = stack.into_iter().collect();
         match self {
+            // One scale for each matrix: the stack's dimension alone is the shape.
             Self::Fp8 if stack.is_some() => {}
             Self::Fp8 => scales.push(1),
             Self::Fp8Blocks { .. } => {
@@ -97,6 +98,8 @@ impl Quantisation {
     /// The scale for a largest magnitude.
     pub fn scale_for(self, magnitude: f32) -> f32 {
         match magnitude / self.divisor() {
+            // The largest magnitude is 0, or too small for a scale. Division by 0 would give NaN or
+            // an infinity.
             0.0 => f32::EPSILON,
             scale => scale,
         }

@@ -55,6 +55,7 @@ impl CommitRecord {
     /// The record as words, checksum last.
     pub fn encode(&self) -> [u64; RECORD_WORDS] {
         let mut words = [0; RECORD_WORDS];
+        // The magic has the format's number in it, so a record of another version is no record.
         words[0] = MAGIC;
         words[1] = self.run.epoch.0;
         let id = u128::from_le_bytes(self.run.id);
@@ -77,6 +78,7 @@ impl CommitRecord {
     ///
     /// The first check that failed.
     pub fn decode(words: &[u64; RECORD_WORDS]) -> Result<Self, RecordFault> {
+        // A page of zeros, as before a slot's first version, ends here.
         if words[0] != MAGIC {
             return Err(RecordFault::Magic);
         }

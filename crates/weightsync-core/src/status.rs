@@ -117,6 +117,7 @@ impl SenderStatus {
     /// The connected workers that versions reach this way.
     pub fn workers_by(&self, route: WorkerRoute) -> impl Iterator<Item = &WorkerStatus> {
         let workers = self.workers.iter();
+        // A worker that went keeps its last route, by which nothing reaches it.
         workers.filter(move |one| one.route == route && one.gone.is_none())
     }
 }
@@ -132,6 +133,7 @@ pub(crate) mod seconds {
     }
 
     pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
+        // The number comes from outside: a negative or an infinite one is no duration.
         let seconds = f64::deserialize(from)?;
         Duration::try_from_secs_f64(seconds).map_err(D::Error::custom)
     }

@@ -110,12 +110,14 @@ impl Synchronizer {
         let newest = newest.unwrap_or((Version::NONE, 0));
         Self {
             method,
+            // A store that has versions fixes how versions travel.
             free: newest.0.is_none(),
             trainer: None,
             epoch,
             stopped: false,
             explorers: BTreeMap::new(),
             newest,
+            // Numbers go on above the stored version, so no number stands for two versions.
             highest: newest.0,
         }
     }
@@ -128,6 +130,7 @@ impl Synchronizer {
     /// Sets how versions travel, until a trainer has been there, there is a version, or it was
     /// [fixed](Self::fix_method). False if it is too late for another method.
     pub fn choose(&mut self, method: Method) -> bool {
+        // From then on there are versions, or a trainer that makes some, by this method.
         if self.free {
             self.method = method;
         }
@@ -157,6 +160,7 @@ impl Synchronizer {
 
     /// Notes that an explorer's trainer had stopped in order in an earlier life of the synchronizer.
     pub fn remember_stopped(&mut self, party: Party) {
+        // A trainer that is there now makes new versions, whatever an earlier one did.
         let is_alone = self.trainer.is_none();
         if let Some(explorer) = self.explorers.get_mut(&party) {
             explorer.stopped = is_alone;
@@ -166,20 +170,26 @@ impl Synchronizer {
     /// Takes an event in. The effects are in the order in which they are to be done.
     pub fn step(&mut self, event: SyncEvent, now: Moment) -> Vec<SyncEffect> {
         let mut effects = Vec::new();
+        // What parties may be waiting to know. They are told only of a change, below.
         let before = (
             self.waiting_trainer_need(),
             self.newest.0,
             self.is_awaited(),
         );
         if let Err(party) = self.take(event, now, &mut effects) {
+            // A refused event has changed nothing, so nothing else follows from it.
             return vec![SyncEffect::Refused(party)];
         }
+        // In this order. A meeting that begins with nobody invited ends in the same step, and its
+        // trainer gets its answer.
         self.hand_out(&mut effects);
         self.begin_meeting(&mut effects);
         self.end_meeting(&mut effects);
+        // Something to fetch, or a trainer that waits for explorers.
         if self.newest.0 > before.1 || self.is_awaited() && !before.2 {
             effects.push(SyncEffect::Offered);
         }
+        // A trainer that waits for samples asks once, and is told when the answer changes.
         if before.0 == Need::No && self.waiting_trainer_need() != Need::No {
             effects.extend(
                 self.trainer
@@ -192,6 +202,7 @@ impl Synchronizer {
 
     /// The moment at which the caller has to say that time has passed.
     pub fn deadline(&self) -> Option<Moment> {
+        // The earliest of all deadlines: the caller needs one timer, however many parties wait.
         let waits = self.explorers.values().filter_map(|one| one.wait.as_ref());
         let untils = waits.map(|wait| wait.until);
         let meeting = self.meeting().map(|meeting| meeting.until);
@@ -206,6 +217,8 @@ impl Synchronizer {
         if self.method == Method::Direct && self.explorers.values().all(|one| one.paused) {
             return Need::No; // nobody to meet
         }
+        // Whole intervals are counted, so a trainer that skips the step itself is due at the next
+        // one.
         let is_due = |interval: NonZero<u64>| trainer.step / interval > trainer.synced / interval;
         let due = match trainer.style {
             Style::Fixed { interval, .. }
@@ -244,19 +257,24 @@ impl Synchronizer {
         };
         let newest = self.newest.0;
         // It has never had a version, and there is one.
+        // Without weights it cannot make a step, whatever its style says.
         if explorer.version.is_none() && !newest.is_none() {
             return Need::Must;
         }
+        // A version that it can fetch, or a trainer that is about to send one.
         let is_offered = self.is_behind(party) || self.is_awaited();
         let since = explorer.step.saturating_sub(explorer.synced);
         let needed = match explorer.style {
             Style::Bounded { lag, .. } => {
+                // The bound holds before the next step: with this lag the explorer may not go on.
                 if newest.0.saturating_sub(explorer.version.0) > lag {
                     return Need::Must;
                 }
                 self.is_awaited()
             }
             Style::Fixed { interval, offset } => {
+                // Steps up to the offset belong to no interval: the explorer is ahead of its
+                // trainer by so many.
                 let count = |step: u64| step.saturating_sub(offset) / interval;
                 count(explorer.step) > count(explorer.synced)
             }
@@ -350,12 +368,17 @@ impl Synchronizer {
     ) -> Result<(), Party> {
         match event {
             SyncEvent::TrainerJoined(party, epoch, step, style) => {
+                // An older trainer that was started again, or was cut off: the newer one has fenced
+                // it off.
                 if epoch < self.epoch {
                     return Err(party);
                 }
+                // Explorers that waited for what the old trainer sends get an answer.
                 if let Some(old) = self.leave(effects) {
                     effects.push(SyncEffect::Refused(old));
                 }
+                // Its versions will travel by this method from here on. Explorers that were told of
+                // a stop may expect versions again.
                 (self.epoch, self.stopped, self.free) = (epoch, false, false);
                 for explorer in self.explorers.values_mut() {
                     explorer.stopped = false;
@@ -372,11 +395,15 @@ impl Synchronizer {
             }
             SyncEvent::TrainerStepped(party, step) => {
                 let trainer = self.known(party)?;
+                // A late message must not put it back.
                 trainer.step = trainer.step.max(step);
             }
             SyncEvent::TrainerPublished(party, version, step) => {
+                // With `Direct` a version can be had only once an explorer has loaded it, so
+                // nothing is published.
                 let new = version > self.newest.0 && self.method != Method::Direct;
                 let trainer = self.known(party)?;
+                // An older number would lead explorers back.
                 if !new {
                     return Err(party);
                 }
@@ -389,6 +416,7 @@ impl Synchronizer {
                 let new = version >= self.highest && version > self.newest.0;
                 let new = new && self.method == Method::Direct;
                 let trainer = self.known(party)?;
+                // One meeting at a time: its version is what all who wait are sent.
                 if !new || trainer.meeting.is_some() {
                     return Err(party);
                 }
@@ -398,22 +426,28 @@ impl Synchronizer {
                     until,
                     invited: None,
                 });
+                // The number is taken from here on, even if nobody loads the version.
                 self.highest = version;
             }
             SyncEvent::TrainerFailed(party) => {
+                // Also without a meeting. If an explorer has loaded the version all the same,
+                // `abandon` takes it back.
                 self.known(party)?.failed = true;
                 self.abandon(SyncOutcome::TrainerLeft, effects);
             }
             SyncEvent::TrainerLeft(party, how) => {
                 self.known(party)?;
                 self.leave(effects);
+                // After a death, explorers go on waiting: the trainer may be started again.
                 self.stopped = how == PartyDeparture::Stopped;
             }
             SyncEvent::ExplorerJoined(party, version, [step, synced], style) => {
                 let explorer = ExplorerState {
                     style,
                     step,
+                    // A sync after the last step cannot be: the numbers come from outside.
                     synced: synced.min(step),
+                    // A number from another life of the synchronizer may say nothing here.
                     version: self.given(version),
                     paused: false,
                     stopped: false,
@@ -427,6 +461,7 @@ impl Synchronizer {
             }
             SyncEvent::ExplorerSyncs(party, until) => {
                 let explorer = self.explorers.get_mut(&party).ok_or(party)?;
+                // What it was told stays. It may be fetching that, or be in a meeting.
                 let told = explorer.wait.take().and_then(|wait| wait.told);
                 explorer.wait = Some(Wait { until, told });
             }
@@ -447,6 +482,7 @@ impl Synchronizer {
                         .as_ref()
                         .is_some_and(|all| all.contains_key(&party))
                 {
+                    // With `Direct`, this is the moment at which the version exists for others.
                     self.newest = (version, meeting.step);
                 }
                 // Also if it was too late for its wait: it would ask for what nobody is about to make.
@@ -455,12 +491,14 @@ impl Synchronizer {
                 {
                     explorer.synced = explorer.step;
                 }
+                // An older version than it was told of does not end its wait.
                 if told.is_some_and(|told| version >= told) {
                     self.end(party, SyncOutcome::Synced(version), effects);
                 }
             }
             SyncEvent::ExplorerFailed(party, version) => {
                 let explorer = self.explorers.get(&party).ok_or(party)?;
+                // The failure of an earlier fetch says nothing about this one.
                 if explorer.wait.as_ref().and_then(|wait| wait.told) == Some(version) {
                     self.end(party, SyncOutcome::Failed, effects);
                 }
@@ -470,6 +508,7 @@ impl Synchronizer {
             }
             SyncEvent::ExplorerLeft(party) => {
                 self.explorers.remove(&party).ok_or(party)?;
+                // Its trainer may be in a meeting with it, and must not wait for it.
                 self.note(party, SyncOutcome::Left);
             }
             SyncEvent::Ticked => {
@@ -478,6 +517,7 @@ impl Synchronizer {
                     .explorers
                     .iter()
                     .filter(|(_, one)| one.wait.as_ref().is_some_and(|wait| is_late(wait.until)));
+                // Collected first, because ending a wait changes the table.
                 for party in late.map(|(party, _)| *party).collect::<Vec<_>>() {
                     self.end(party, SyncOutcome::TimedOut, effects);
                 }
@@ -518,11 +558,13 @@ impl Synchronizer {
         if let Some(explorer) = self.explorers.get_mut(&party)
             && explorer.wait.take().is_some()
         {
+            // A sync that failed leaves the explorer in need of one at its next step.
             if matches!(outcome, SyncOutcome::Synced(_) | SyncOutcome::NothingNewer) {
                 explorer.synced = explorer.step;
             }
             effects.push(SyncEffect::Synced(party, outcome));
         }
+        // Also if it did not wait: a meeting may have invited it before.
         self.note(party, outcome);
     }
 
@@ -531,14 +573,17 @@ impl Synchronizer {
         let meeting = self.trainer.as_mut().and_then(|one| one.meeting.as_mut());
         let invited = meeting.and_then(|meeting| meeting.invited.as_mut());
         if let Some(own) = invited.and_then(|invited| invited.get_mut(&party)) {
+            // The first outcome stays: one that loaded and then left has loaded.
             own.get_or_insert(outcome);
         }
     }
 
     /// Tells explorers that ask what there is to fetch, or that nothing will come.
     fn hand_out(&mut self, effects: &mut Vec<SyncEffect>) {
+        // Those that were told of a version before are fetching it, and are told nothing new.
         for party in self.asking() {
             let behind = self.is_behind(party);
+            // With `Direct` there is nothing to fetch: the explorer waits for a meeting.
             if behind && self.method != Method::Direct {
                 let newest = self.newest.0;
                 let explorer = self.explorers.get_mut(&party);
@@ -547,6 +592,7 @@ impl Synchronizer {
                     effects.push(SyncEffect::Fetch(party, newest));
                 }
             } else if self.is_stopped(party) {
+                // No version will come any more, so a wait without a deadline would never end.
                 let outcome = match behind {
                     true => SyncOutcome::OutOfReach,
                     false => SyncOutcome::NothingNewer,

@@ -102,6 +102,7 @@ pub struct Run {
 impl Run {
     /// Whether this run fences off the other run: its epoch is higher.
     pub fn fences(&self, other: &Run) -> bool {
+        // The id plays no part: of two runs of one epoch neither is newer.
         self.epoch > other.epoch
     }
 

@@ -193,7 +193,9 @@ impl Outcome {
     /// Whether waiting longer can change it.
     pub fn is_final(&self, level: Level) -> bool {
         match self {
+            // It may load the version a moment later.
             Self::Late => false,
+            // A wait for `Applied` goes on: the worker has yet to load it.
             Self::Staged => level == Level::Staged,
             Self::Applied
             | Self::Refused { .. }
@@ -354,6 +356,7 @@ impl WorkerReport {
 
     fn write(&self, f: &mut fmt::Formatter<'_>, level: WaitFor) -> fmt::Result {
         write!(f, "{}", self.worker)?;
+        // 0: the process is not known, as of a worker that never joined.
         if self.pid != 0 {
             write!(f, " (pid {})", self.pid)?;
         }
@@ -393,6 +396,8 @@ impl WorkerReport {
                 )?;
                 still(f)
             }
+            // Late for an earlier send: this one passed the worker over, so its own time says
+            // nothing.
             Outcome::Late if let Some(late) = self.late => {
                 write!(f, " has been late for {late:.1?} and was not waited for")?;
                 still(f)
@@ -409,6 +414,7 @@ impl WorkerReport {
             Outcome::Held => write!(f, " is held at {version}"),
             Outcome::Full => {
                 f.write_str(" will not get it: its queue was full")?;
+                // The time counts only where the send has waited for room.
                 if level > WaitFor::Sent && self.after >= AT_ONCE {
                     write!(f, " for {:.1?}", self.after)?;
                 }

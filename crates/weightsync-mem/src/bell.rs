@@ -14,6 +14,7 @@ pub(crate) struct Doorbell(OwnedFd);
 
 impl Doorbell {
     pub(crate) fn new() -> Result<Self, Error> {
+        // Non-blocking: the end that rings must never wait because the counter is full.
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         rustix::event::eventfd(0, flags)
             .map(Self)
@@ -96,6 +97,7 @@ impl Doorbells {
     }
 
     fn watch(&self, bell: &Doorbell) -> Result<(), Error> {
+        // Edge-triggered, so nobody has to read the eventfd: a level would stay until a read.
         let edges = EventFlags::IN | EventFlags::ET;
         epoll::add(&self.edges, bell, EventData::new_u64(0), edges)
             .map_err(os("watching a reader's bell"))

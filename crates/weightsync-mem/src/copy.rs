@@ -90,6 +90,7 @@ pub(crate) unsafe fn write_image(
         image.write(spans, (0, &mut sums))?;
         return Ok(sums);
     }
+    // This thread copies the first run, and one more thread each of the others.
     let cuts = cut(spans, sources, CopyOptions { threads, ..options });
     let (first, others) = cuts
         .split_first()
@@ -100,6 +101,8 @@ pub(crate) unsafe fn write_image(
             Some(next) => (next.image.start / CHECKSUM_BLOCK).min(blocks),
             None => blocks,
         };
+        // Each thread gets the part of the table that belongs to its blocks, so that none needs a
+        // lock.
         let mut block = behind(&first);
         let (own, mut rest) = sums.split_at_mut(block);
         let mut threads = Vec::with_capacity(others.len());
@@ -108,6 +111,8 @@ pub(crate) unsafe fn write_image(
             let (part, tail) = std::mem::take(&mut rest).split_at_mut(block - from);
             rest = tail;
             let (image, spans) = (&image, &spans[range.clone()]);
+            // On an error the scope still joins the threads that run. What they have written is
+            // never published.
             let copy = move || image.write(spans, (from, part));
             let thread = std::thread::Builder::new().name("weightsync-copy".into());
             threads.push(
@@ -119,6 +124,7 @@ pub(crate) unsafe fn write_image(
                     })?,
             );
         }
+        // All threads are joined, also after an error here: they write into the slot.
         let mut result = image.write(&spans[first], (0, own));
         for thread in threads {
             // Passes a fill function's panic on to the caller.
@@ -160,6 +166,7 @@ fn cores() -> usize {
 fn cut(spans: &[Span], sources: &[Source<'_>], options: CopyOptions) -> Vec<Range<usize>> {
     let CopyOptions { threads, checksums } = options;
     let total: usize = spans.iter().map(|span| span.image.len()).sum();
+    // By bytes, because tensors differ much in size.
     let share = total.div_ceil(threads).max(1);
     let mut cuts = Vec::with_capacity(threads);
     let (mut start, mut bytes) = (0, 0);
@@ -168,8 +175,11 @@ fn cut(spans: &[Span], sources: &[Source<'_>], options: CopyOptions) -> Vec<Rang
         bytes += span.image.len();
         let goes_on = spans.get(index + 1).is_some_and(|next| {
             let fills = matches!(sources[span.tensors.start], Source::Fill(_));
+            // A function writes its tensor whole, so that one thread must have all of it. A
+            // checksum is made by one thread, in order.
             next.tensors == span.tensors && fills || checksums && block(next) == block(span)
         });
+        // The last run takes what is left.
         if bytes >= share && !goes_on && cuts.len() + 1 < threads {
             cuts.push(start..index + 1);
             (start, bytes) = (index + 1, 0);
@@ -201,6 +211,7 @@ impl Sums<'_> {
             self.open = Some((block, Crc64::new(), block * CHECKSUM_BLOCK));
         }
         let (_, crc, at) = self.open.as_mut()?;
+        // Padding belongs to the block. It is zero in every version, so it need not be read.
         zeros(crc, span.start - *at);
         *at = span.end;
         Some(crc)
@@ -252,9 +263,11 @@ impl SlotImage<'_> {
         for span in spans {
             let crc = sums.of(&span.image);
             match &self.sources[span.tensors.clone()] {
+                // One tensor or a part of it: copied and summed while the bytes pass.
                 [Source::Bytes(source)] => {
                     let tensor = &self.layout.tensors()[span.tensors.start];
                     check_length(source, tensor);
+                    // The span may begin in the middle of its tensor.
                     let from = span.image.start - tensor.range.offset as usize;
                     let part = &source[from..from + span.image.len()];
                     let to = self.target(&span.image);
@@ -269,6 +282,7 @@ impl SlotImage<'_> {
                     }
                 }
                 _ => {
+                    // Small tensors are summed together afterwards, while they are in the cache.
                     self.write_tensors(span, &copier)?;
                     if let Some(crc) = crc {
                         // SAFETY: this thread has just written the span, and
@@ -292,6 +306,7 @@ impl SlotImage<'_> {
             let tensor = &self.layout.tensors()[index];
             let range = tensor.range;
             let start = range.offset as usize;
+            // An earlier span of this run has had the tensor filled whole.
             if start < span.image.start {
                 continue;
             }

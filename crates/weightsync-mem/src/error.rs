@@ -337,6 +337,8 @@ impl Error {
         match self {
             Self::Os { action, source } => Self::Os {
                 action,
+                // `std::io::Error` cannot be cloned. The number, or the kind and the text, are what
+                // callers look at.
                 source: match source.raw_os_error() {
                     Some(number) => std::io::Error::from_raw_os_error(number),
                     None => std::io::Error::new(source.kind(), source.to_string()),
@@ -352,6 +354,8 @@ impl Error {
 }
 
 pub(crate) fn os(action: &'static str) -> impl FnOnce(Errno) -> Error {
+    // A process at its limit of files can be helped, so this error is told apart wherever it comes
+    // from.
     move |errno| match errno {
         Errno::MFILE => Error::TooManyFiles {
             limit: limits::files(),

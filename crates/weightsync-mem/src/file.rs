@@ -24,6 +24,8 @@ pub(crate) fn create(name: &str) -> Result<OwnedFd, Error> {
 
 /// Fixes the file's size, and forbids everybody to write it but through mappings that exist.
 pub(crate) fn seal(fd: BorrowedFd<'_>) -> Result<(), Error> {
+    // Sealed against further seals as well: a process that gets the descriptor cannot change what
+    // others may do with the file.
     rustix::fs::fcntl_add_seals(fd, SEALS | SealFlags::SEAL).map_err(os("sealing a memory file"))
 }
 

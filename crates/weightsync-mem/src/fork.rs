@@ -42,11 +42,13 @@ impl Origin {
         if known.generation.load(Ordering::Acquire) == 0 {
             // Two threads that get here at the same time write the same value.
             let next = LAST.load(Ordering::Relaxed) + 1;
+            // The pid before the generation: a thread that finds the generation finds the pid.
             known.pid.store(std::process::id(), Ordering::Relaxed);
             let first =
                 known
                     .generation
                     .compare_exchange(0, next, Ordering::AcqRel, Ordering::Acquire);
+            // Kept where a fork copies it, so that a child of this process counts on from here.
             if first.is_ok() {
                 LAST.store(next, Ordering::Relaxed);
             }

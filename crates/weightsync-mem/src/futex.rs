@@ -28,7 +28,11 @@ pub(crate) fn value(word: &AtomicU64) -> u32 {
 /// thread is interrupted. May wake without a reason.
 pub(crate) fn wait(word: &AtomicU64, value: u32, deadline: Deadline) -> Result<(), Error> {
     let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+    // The caller sleeps in slices if its thread has a check, and looks again after each.
     let left = interrupt::at_most(left)?.map(timespec);
+    // Not a private futex: sleeper and waker are processes, which map the page at different
+    // addresses. The kernel compares the value once more before it sleeps, so a change in between
+    // is not slept through.
     match futex::wait(low_half(word), Flags::empty(), value, left.as_ref()) {
         Ok(()) | Err(Errno::AGAIN | Errno::TIMEDOUT) => Ok(()),
         Err(Errno::INTR) => interrupt::ask(),

@@ -79,6 +79,7 @@ pub(crate) fn check_room(models: &[ModelDescription], slots: u8) -> Result<(), E
 pub(crate) fn first_slots(count: u8, bytes: usize) -> Result<(Vec<Arc<Slot>>, Growth), Error> {
     let count = if bytes < LARGE { count } else { 1 };
     let since = Instant::now();
+    // The caller waits for these slots, so nothing stops them.
     let stop = AtomicBool::new(false);
     let slots = (0..count).map(|_| Slot::new(bytes, &stop).map(Arc::new));
     let slots = slots.collect::<Result<_, _>>()?;
@@ -112,12 +113,18 @@ pub(crate) fn lend(
     max_slots: u8,
     deadline: Deadline,
 ) -> Result<Option<Shortage>, Error> {
+    // The lock is held from the look at the pins to the loan. A pin that comes later is on a set
+    // that some mailbox names, and no mailbox names a free slot.
     let mut state = shared.state();
     // Heads and records before data pins, and again after each change of a mailbox.
     let mut records = shared.observe(&mut state);
     while let Some(&model) = models.get(parts.len()) {
+        // A slot is free if no set needs it, it is not being written, and no reader may be reading
+        // it.
         let pinned = shared.pinned(&mut state, model, records);
         let mut decided = state.plan.lend(model, pinned, max_slots);
+        // Answers that their workers no longer need are given up before memory is spent or time is
+        // lost.
         if !matches!(decided, Lend::Slot(_))
             && shared.decide(&mut state, |plan, steps| plan.clear_taken(steps))
         {
@@ -127,6 +134,7 @@ pub(crate) fn lend(
         }
         let short = match decided {
             Lend::Slot(slot) => {
+                // The next shortage has its own wait and its own failure.
                 state.growth[model].due = None;
                 state.growth[model].failed = None;
                 let file = state.slots[model][usize::from(slot)].clone();
@@ -140,6 +148,8 @@ pub(crate) fn lend(
         shared.deliver(&mut state);
         return Ok(Some(short));
     }
+    // Without a free record the publication could notify nobody, so the sender waits before it
+    // writes.
     if !state.plan.has_record(records) && shared.decide(&mut state, Plan::clear_taken) {
         records = shared.observe(&mut state);
     }
@@ -157,6 +167,7 @@ impl SharedRegistry {
         deadline: Deadline,
     ) -> Result<Shortage, Error> {
         let growth = &mut state.growth[model];
+        // Taken: the thread that waited gets the error, and a later request is tried again.
         if let Some(error) = growth.failed.take() {
             if needed {
                 return Err(error);
@@ -167,14 +178,19 @@ impl SharedRegistry {
         }
         if growth.making == Making::Nothing {
             let now = Instant::now();
+            // Counted from the first shortage. The caller's deadline may come earlier, and then the
+            // slot is requested in time.
             let due = *growth.due.get_or_insert(now + growth.took);
             let due = deadline.map_or(due, |deadline| deadline.min(due));
             if !needed && now < due {
                 return Ok(Shortage::Until(due));
             }
+            // One thread makes all slots, so one is woken.
             growth.making = Making::Asked;
             self.asked.notify_one();
         }
+        // A thread waits for the slot, so a failure must reach that thread. A slot that is made
+        // ahead may fail in silence.
         growth.wanted = true;
         Ok(Shortage::Making)
     }
@@ -194,6 +210,8 @@ impl SharedRegistry {
     /// Makes slots when they are requested.
     fn make_slots(&self) {
         let mut state = self.state();
+        // The lock is held from this look until the wait below, and `close` takes it after it has
+        // set the word. So the wake-up is not missed.
         while !self.is_closed() {
             let mut models = state.growth.iter();
             let asked = models.position(|growth| growth.making == Making::Asked);
@@ -206,6 +224,7 @@ impl SharedRegistry {
                 continue;
             };
             state.growth[model].making = Making::Begun;
+            // Making takes seconds for a large model. Sends, joins and reports go on meanwhile.
             drop(state);
             let since = Instant::now();
             let bytes = self.models[model].model.slot_bytes();
@@ -227,6 +246,7 @@ impl SharedRegistry {
             growth.making = Making::Nothing;
             let wanted = std::mem::take(&mut growth.wanted);
             match made {
+                // A sender that closes has dropped its slots under this lock, and takes no new one.
                 Ok(slot) if !self.is_closed() => {
                     growth.took = since.elapsed();
                     self.add_slot(&mut state, model, Arc::new(slot));
@@ -238,6 +258,7 @@ impl SharedRegistry {
                 Err(_) => {}
             }
             drop(state);
+            // Rung without the lock, which the threads that wake take at once.
             self.bells.ring();
             state = self.state();
         }

@@ -88,6 +88,7 @@ pub fn at_most(left: Option<Duration>) -> Result<Option<Duration>, Error> {
 /// then it sleeps for a [`slice()`].
 pub fn is_due() -> bool {
     let check = CHECK.get();
+    // After its yes it stays due: every later wait of the call must end.
     check.is_some_and(|check| check.yes || Instant::now() >= check.due)
 }
 
@@ -118,6 +119,7 @@ pub fn ask() -> Result<(), Error> {
         // It is not borrowed a second time: nobody finds it while it is asked.
         known.yes = unsafe { (*known.check)() };
         drop(place);
+        // From the end of the check, so that a slow check does not take all of the time.
         known.due = Instant::now() + SLICE;
         CHECK.set(Some(known));
     }
@@ -133,6 +135,7 @@ pub fn ask() -> Result<(), Error> {
 ///
 /// [`Error::Interrupted`].
 pub fn sleep(time: Duration) -> Result<(), Error> {
+    // The sleep may be cut by slices and signals, so the end is fixed first.
     let until = Instant::now() + time;
     loop {
         let left = until.saturating_duration_since(Instant::now());

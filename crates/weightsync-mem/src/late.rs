@@ -33,6 +33,8 @@ impl<P: PartialEq> Lateness<P> {
     /// Notes that the worker did not do its part of the publication with this sequence number, live
     /// since `since`, before the deadline.
     pub fn note(&mut self, sequence: u64, since: Instant, progress: P) {
+        // A worker that has not moved since keeps its first mark: the report says since when it is
+        // late.
         let known = self.0.as_ref();
         if known.is_none_or(|mark| mark.progress != progress) {
             self.0 = Some(LateMark {
@@ -47,6 +49,7 @@ impl<P: PartialEq> Lateness<P> {
     /// wait for it.
     pub fn since(&self, sequence: u64, progress: impl FnOnce() -> P) -> Option<Duration> {
         let mark = self.0.as_ref()?;
+        // The publication that found it late may be waited for again, and so may those before.
         let stands = sequence > mark.sequence && progress() == mark.progress;
         stands.then(|| mark.since.elapsed())
     }

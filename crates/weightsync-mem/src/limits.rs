@@ -58,6 +58,8 @@ impl System<'_> {
 
     /// What this process's memory group and each group above it have left, if they have a limit.
     fn groups(self) -> Vec<(u64, u64)> {
+        // A file that is missing or has another form sets no limit: this check must not refuse what
+        // the system would allow.
         let own = read_to_string(self.proc.join("self/cgroup")).unwrap_or_default();
         let swap = self.free("SwapFree:").unwrap_or(0);
         let mut found = Vec::new();
@@ -67,6 +69,8 @@ impl System<'_> {
                 continue;
             };
             let (base, names) = match controllers {
+                // Version 2 has one line without controllers. Version 1 has a hierarchy for each
+                // controller.
                 "" => (self.groups.to_owned(), &UNIFIED),
                 _ if controllers.split(',').any(|one| one == "memory") => {
                     (self.groups.join("memory"), &LEGACY)
@@ -74,6 +78,7 @@ impl System<'_> {
                 _ => continue,
             };
             let own = PathBuf::from(path.trim_start_matches('/'));
+            // The groups above have limits of their own, which count for all groups below.
             let all = own.ancestors();
             found.extend(all.filter_map(|at| names.left(&base.join(at), swap)));
         }
@@ -122,6 +127,7 @@ impl GroupFiles {
             let most = number(most).unwrap_or(u64::MAX);
             Some(swap.min(most.saturating_sub(number(used)?)))
         });
+        // The kernel drops cached files before it kills a process.
         let used = used.saturating_sub(cached.iter().sum());
         Some((limit.saturating_sub(used) + swapped.unwrap_or(0), limit))
     }
@@ -136,6 +142,7 @@ fn number_after(text: &str, word: &str) -> Option<u64> {
 /// Raises this process's limit on open files as far as it may. False if it was already there.
 pub fn raise_files() -> bool {
     let limit = getrlimit(Resource::Nofile);
+    // The soft limit can only go up to the hard one without privileges.
     if limit.current == limit.maximum {
         return false;
     }

@@ -17,12 +17,16 @@ impl SharedRegistry {
         let mut breaches = Vec::new();
         let mut retired = Vec::new();
         state.follow(|plan, key, reader| {
+            // A reader that has closed its end leaves the plan here, before records are counted:
+            // its mailbox must keep none.
             if !reader.retired && reader.retire(plan, key) {
                 retired.push(key);
             }
+            // The plan follows a head or an answer only where there is a queue or were questions.
             let moves = reader.delivery != Delivery::Newest || reader.asks;
             let through = moves.then(|| reader.through());
             let (words, claims) = reader.scanned();
+            // Breaches are acted on after the loop, which borrows the readers.
             records = records.union(scan::observe(plan, key, words, through, claims));
             breaches.extend(reader.take_breach().map(|breach| (key, breach)));
         });
@@ -41,6 +45,7 @@ impl SharedRegistry {
         model: usize,
         records: SlotSet,
     ) -> SlotSet {
+        // The sender's own snapshots, which also hold what remote readers fetch.
         let mut held = self.own.held(model);
         let mut breaches = Vec::new();
         state.follow(|plan, key, reader| {
@@ -73,6 +78,7 @@ impl SharedRegistry {
     ) -> T {
         let decided = self.perform(state, decision);
         if state.plan.anything_waits() {
+            // Asked before the second look, because that look may already free a record.
             let lacking = state.plan.lacks_records();
             if self.ask_for_room(state) || lacking {
                 // A reader that made room before it was asked does not report that.
@@ -95,6 +101,8 @@ impl SharedRegistry {
         let mut asked = false;
         let lacking = state.plan.lacks_records();
         for (key, reader) in state.processes() {
+            // While this word is set, the reader sends a packet whenever it gives an entry, a
+            // record or an answer back.
             let wants = &reader.mailbox().wants_room.0;
             if !wants.sleeping() && (lacking || state.plan.anything_waits_for(key)) {
                 wants.announce();
@@ -110,15 +118,20 @@ impl SharedRegistry {
         state: &mut RegistryState,
         decision: impl FnOnce(&mut Plan, &mut Vec<PageChange>) -> T,
     ) -> T {
+        // The buffer is taken out, because the decision borrows the plan from the same state.
         let mut steps = std::mem::take(&mut state.steps);
         let decided = decision(&mut state.plan, &mut steps);
         for step in &steps {
             match step {
                 PageChange::Write { record } => {
+                    // The plan gave the record out as free, so no reader reads it while it is
+                    // written. The step that names it comes later in this list.
                     let set = state.plan.record(*record);
                     self.header().write_set(*record, &set);
                 }
                 PageChange::Flip { key, live } => {
+                    // Noted under the lock that each scan takes. The reader may pin these slots as
+                    // soon as the word names them, and a pin that was not noted is a breach.
                     if let Some(reader) = state.readers.get_mut(key) {
                         reader
                             .claims
@@ -133,6 +146,8 @@ impl SharedRegistry {
                         reader
                             .claims
                             .note_named(live.record, state.plan.set(live.record));
+                        // Not before the head that the plan has seen, so what has room in the plan
+                        // has room here.
                         let head = reader.control().head.load();
                         // Fails only if the reader has moved its head back, which harms no other
                         // reader.
@@ -141,6 +156,8 @@ impl SharedRegistry {
                 }
                 PageChange::Clear { key } => {
                     if let Some(reader) = state.readers.get(key) {
+                        // The reader is through with this answer. The fence in `clear` lets the
+                        // next look find a pin that it announced before.
                         reader.mailbox().answer.0.live.clear();
                     }
                 }
@@ -154,6 +171,8 @@ impl SharedRegistry {
                             .claims
                             .note_named(live.record, state.plan.set(live.record));
                         let answer = &reader.mailbox().answer.0;
+                        // The word before the number: a reader that finds the number of its
+                        // question also finds the answer.
                         answer.live.swap_in(*live);
                         answer.question.store(*question, Ordering::Release);
                     }
@@ -166,6 +185,7 @@ impl SharedRegistry {
         for step in &steps {
             match step {
                 PageChange::Flip { key, .. } | PageChange::Push { key, .. } => {
+                    // A system call for each reader that sleeps, and none for the others.
                     if let Some(reader) = state.readers.get(key) {
                         reader.wake(*key);
                     }
@@ -187,12 +207,14 @@ impl SharedRegistry {
     pub(crate) fn deliver(&self, state: &mut RegistryState) {
         let records = self.observe(state);
         self.decide(state, |plan, steps| plan.deliver(records, steps));
+        // Any reader may free a record, so all of them stay asked.
         if state.plan.lacks_records() {
             return;
         }
         for (key, reader) in state.processes() {
             let wants = &reader.mailbox().wants_room.0;
             if wants.sleeping() && !state.plan.anything_waits_for(key) {
+                // From here on the reader saves the packet for each set that it takes.
                 wants.awake();
             }
         }

@@ -39,6 +39,7 @@ impl OwnedFile {
     /// As [`new`](Self::new), but stops soon after `stop` is set, with
     /// [`Error::SenderClosed`].
     pub(crate) fn new_unless(name: &str, len: usize, stop: &AtomicBool) -> Result<Self, Error> {
+        // Sized and allocated before it is sealed: from then on its size is fixed.
         let fd = file::create(name)?;
         rustix::fs::ftruncate(&fd, len as u64).map_err(os("sizing a memory file"))?;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
@@ -51,6 +52,7 @@ impl OwnedFile {
             done => done,
         }
         .map_err(os("allocating shared memory"))?;
+        // Some pages may be missing, so the file is not used.
         if stop.load(Ordering::Relaxed) {
             return Err(Error::SenderClosed);
         }
@@ -97,6 +99,8 @@ impl MemoryMap {
     /// Maps another process's file read-only, after checking that it is sealed
     /// and large enough.
     pub(crate) fn of_peer(fd: BorrowedFd<'_>, len: usize) -> Result<Self, Error> {
+        // The seals before the size. Without them the peer could shrink the file after this look,
+        // and a read of the mapping would end this process.
         file::check_seals(fd)?;
         let size = rustix::fs::fstat(fd)
             .map_err(os("reading the size of a peer's memory"))?
@@ -108,6 +112,7 @@ impl MemoryMap {
             });
         }
         let mapping = Self::map(fd, len, ProtFlags::READ, MapFlags::SHARED)?;
+        // Now, so that no snapshot pays for page faults.
         populate::to_read(&mapping, &(0..len));
         Ok(mapping)
     }
@@ -233,12 +238,15 @@ fn map_aligned(
     prot: ProtFlags,
     flags: MapFlags,
 ) -> rustix::io::Result<*mut c_void> {
+    // No huge page fits into it, wherever it begins.
     if len < HUGE_PAGE {
         // SAFETY: the kernel picks an unused address range, so no existing
         // memory is affected.
         return unsafe { file::map(std::ptr::null_mut(), len, prot, flags, fd, 0) };
     }
     let len = len.next_multiple_of(rustix::param::page_size());
+    // A longer range is reserved, without memory. The file is mapped over it at the first address
+    // that a huge page may have, and the rest is given back.
     let room = len + HUGE_PAGE;
     let none = (ProtFlags::empty(), MapFlags::PRIVATE | MapFlags::NORESERVE);
     // SAFETY: as above.
@@ -253,6 +261,7 @@ fn map_aligned(
             (reserved, before),
             (start.wrapping_byte_add(len), HUGE_PAGE - before),
         ],
+        // Nothing was mapped: all of it goes back.
         Err(_) => [(reserved, room), (reserved, 0)],
     };
     for (rest, len) in unused {

@@ -91,6 +91,7 @@ impl DescriptionFile {
         layout_bytes: u64,
         note_bytes: u64,
     ) -> Result<ModelDescription, Error> {
+        // Both lengths come from outside, so they are bounded before anything is allocated.
         if layout_bytes > MAX_LAYOUT_BYTES || note_bytes > MAX_NOTE_BYTES as u64 {
             return Err(unexpected(
                 "a layout of at most 1 GiB and a note of at most 16 MiB",
@@ -98,6 +99,7 @@ impl DescriptionFile {
             ));
         }
         let len = (layout_bytes + note_bytes) as usize;
+        // A copy: the sender's own mapping can still write the file while this end parses it.
         let mut bytes = MemoryMap::of_peer(fd, len.max(1))?.copy_out(len);
         let note = bytes.split_off(layout_bytes as usize);
         let layout = Layout::decode(&bytes)?;

@@ -73,6 +73,7 @@ struct Region {
     categories: u64,
 }
 
+// The numbers of `PAGE_IS_FILE` and its neighbours in `linux/fs.h`.
 const IS_FILE: u64 = 1 << 2;
 const IS_PRESENT: u64 = 1 << 3;
 const IS_SWAPPED: u64 = 1 << 4;
@@ -82,6 +83,7 @@ fn scan(table: &OwnedFd, map: &MemoryMap) -> Result<Vec<Range<usize>>, Error> {
     let code = rustix::ioctl::opcode::read_write::<Scan>(b'f', 16);
     let first = map.as_ptr().addr() as u64;
     let end = first + map.len().next_multiple_of(rustix::param::page_size()) as u64;
+    // The kernel fills at most these, and says where it stopped: the loop goes on from there.
     let mut regions = [Region::default(); 64];
     let mut found = Vec::new();
     let mut start = first;
@@ -92,6 +94,7 @@ fn scan(table: &OwnedFd, map: &MemoryMap) -> Result<Vec<Range<usize>>, Error> {
             end,
             regions: regions.as_mut_ptr().expose_provenance() as u64,
             regions_len: regions.len() as u64,
+            // Inverted: pages that do not belong to a file match.
             category_inverted: IS_FILE,
             category_mask: IS_FILE,
             category_anyof_mask: IS_PRESENT | IS_SWAPPED,
@@ -105,9 +108,11 @@ fn scan(table: &OwnedFd, map: &MemoryMap) -> Result<Vec<Range<usize>>, Error> {
             os("scanning this process's page map")(errno.unwrap_or(Errno::IO))
         })?;
         for region in &regions[..count] {
+            // The last page may reach beyond the mapping's length.
             let offset = |at| map.len().min((at - first) as usize);
             push(&mut found, offset(region.start)..offset(region.end));
         }
+        // A kernel that gets no further would keep this loop running for ever.
         if scan.walk_end <= start {
             return Err(os("scanning this process's page map")(Errno::IO));
         }
@@ -122,6 +127,7 @@ fn read(table: &OwnedFd, map: &MemoryMap) -> Result<Vec<Range<usize>>, Error> {
     const SWAPPED: u64 = 1 << 62;
     const PRESENT: u64 = 1 << 63;
     let page = rustix::param::page_size();
+    // The table has 8 bytes for each page of this process's address space.
     let mut entries = [0; 8 << 10];
     let mut found = Vec::new();
     let mut at = 0;
@@ -132,6 +138,7 @@ fn read(table: &OwnedFd, map: &MemoryMap) -> Result<Vec<Range<usize>>, Error> {
             rustix::io::pread(table.as_fd(), &mut entries[..pages * 8], place)
         })
         .map_err(os("reading this process's page map"))?;
+        // A shorter read than requested is fine: the loop goes on behind what came.
         if got < 8 {
             return Err(os("reading this process's page map")(Errno::IO));
         }
@@ -147,6 +154,7 @@ fn read(table: &OwnedFd, map: &MemoryMap) -> Result<Vec<Range<usize>>, Error> {
 }
 
 fn push(found: &mut Vec<Range<usize>>, next: Range<usize>) {
+    // Neighbours are joined, so that fewer calls restore them.
     match found.last_mut() {
         Some(last) if last.end == next.start => last.end = next.end,
         _ => found.push(next),

@@ -77,6 +77,7 @@ impl PartialSlot {
             version,
             slot,
             piece_bytes,
+            // From here on the slot's bytes may change, so the note of what it holds is taken.
             before: file.let_go(),
             pieces: (0..count).map(|_| AtomicU8::new(MISSING)).collect(),
             missing: AtomicUsize::new(count),
@@ -156,6 +157,7 @@ impl PartialSlot {
         if states.is_empty() {
             return None;
         }
+        // If a later piece is not free, dropping this gives the earlier ones back.
         let mut taken = BlockWrite {
             partial_slot: self.clone(),
             indices: indices.start..indices.start,
@@ -165,6 +167,8 @@ impl PartialSlot {
         };
         for state in states {
             let take = |was| {
+                // Acquire: what another thread wrote here before it gave the piece back is visible
+                // to this one.
                 let order = (Ordering::Acquire, Ordering::Relaxed);
                 state.compare_exchange(was, TAKEN, order.0, order.1).is_ok()
             };
@@ -173,6 +177,7 @@ impl PartialSlot {
                     // Nothing was written in the pieces taken before, so they are missing again.
                     return None;
                 }
+                // One spoiled piece is enough: the bytes are not the base's any more.
                 taken.untouched = false;
             }
             taken.indices.end += 1;
@@ -202,6 +207,7 @@ impl PartialSlot {
     /// [`Error::BadOption`] if a piece is missing, [`Error::SenderClosed`] after the end,
     /// [`Error::Forked`] in a forked child.
     pub fn commit(&self) -> Result<Snapshot, Error> {
+        // Several threads may see that the last piece has come.
         if let Some(committed) = self.committed.get() {
             return Ok(committed.clone());
         }
@@ -228,14 +234,18 @@ impl PartialSlot {
             checksum_block: 0,
             checksum_table: 0,
         };
+        // Still lent, so no reader looks at the record while it is written.
         model.page().write_commit(self.slot, &record);
         let mut set = ModelSet::EMPTY;
         let (slot, version) = (self.slot, self.version);
         set.put(self.model, SetEntry { slot, version });
+        // Pinned before the loan ends. Until a mailbox names the version, this pin alone keeps the
+        // slot.
         let held = shared.hold(&state, self.model, &set)?;
         let held = held.ok_or(Error::SenderClosed)?;
         state.plan.keep(self.model, slot, version);
         shared.make_ahead(&mut state);
+        // The next version in this slot can then be made from these bytes, by a delta.
         self.file.note(version, self.before);
         // Under the lock, so that no thread commits it a second time.
         let committed = self.committed.get_or_init(|| held).clone();
@@ -260,6 +270,7 @@ impl Drop for PartialSlot {
         // In a forked child the lock may be held by a thread that is not there.
         if self.committed.get().is_none() && self.shared.header.map.usable().is_ok() {
             let mut states = self.pieces.iter();
+            // Nothing was written, so the slot still holds the version from before.
             if states.all(|state| state.load(Ordering::Acquire) == MISSING) {
                 self.file.note(self.before.version, self.before);
             }
@@ -295,6 +306,7 @@ impl BlockWrite {
     /// Marks the pieces as written and checked: from here on they can be read.
     pub fn keep(mut self) {
         self.kept = true;
+        // The pieces before the count: a thread that finds none missing can read each.
         for state in &self.partial_slot.pieces[self.indices.clone()] {
             state.store(KEPT, Ordering::Release);
         }
@@ -304,6 +316,7 @@ impl BlockWrite {
 
     /// The byte range in the image.
     pub fn range(&self) -> Range<usize> {
+        // At least one piece is taken, and the last one of an image may be shorter.
         let (first, last) = (self.indices.start, self.indices.end - 1);
         self.partial_slot.range(first).start..self.partial_slot.range(last).end
     }
@@ -324,6 +337,7 @@ impl Deref for BlockWrite {
 
 impl DerefMut for BlockWrite {
     fn deref_mut(&mut self) -> &mut [u8] {
+        // Before any byte changes: a caller that panics or gives up leaves the piece spoiled.
         self.written = true;
         let range = self.range();
         let start = self.partial_slot.at(&range);
@@ -336,6 +350,7 @@ impl DerefMut for BlockWrite {
 impl Drop for BlockWrite {
     fn drop(&mut self) {
         if !self.kept {
+            // A spoiled piece is fetched again, but no delta is applied to what is in it.
             let left = match self.untouched && !self.written {
                 true => MISSING,
                 false => SPOILED,

@@ -143,9 +143,14 @@ impl PinBook {
         self.header.usable()?;
         let mailbox = self.mailbox()?;
         let records = &self.control()?.records;
+        // Ends soon: each further round means that the sender has made a step in between.
         while let Some(live) = word.load() {
+            // The record pin holds the slots until the data pins do, so no moment is left in which
+            // nothing holds them.
             let hold = records.pin(live, word).then(|| self.hand_over(live));
+            // In either case: the data pins hold the set now, or the announcement did not count.
             records.unpin(live.record);
+            // A failed pin looked like a held record to the sender, which may be waiting for one.
             if matches!(hold, Some(Ok(_))) {
                 // The sender learns of it together with the outcome of the set.
                 order();
@@ -171,6 +176,7 @@ impl PinBook {
         let Some(live) = mailbox.queue.0.get(position) else {
             return Ok(None);
         };
+        // The place in the queue holds the record and its slots until the head moves past it.
         let hold = self.hand_over(live);
         if !mailbox.queue.0.is_open() {
             // The sender took the entry back, so its record may be rewritten. Dropping `hold`
@@ -201,6 +207,7 @@ impl PinBook {
     fn set_of(&self, live: Live) -> Result<ModelSet, Error> {
         let mut set = self.header().read_set(live)?.set;
         // The record may be shared with workers that take other models.
+        // This end has no slots of those.
         set.keep(self.models);
         match set.is_empty() {
             false => Ok(set),
@@ -239,6 +246,8 @@ impl PinBook {
 
     /// Pins every data slot of a set. The caller knows that something else holds them meanwhile.
     pub(crate) fn pin(self: &Arc<Self>, set: &ModelSet) -> Vec<Pin> {
+        // Count and bit change under one lock. Otherwise a snapshot that is dropped at this moment
+        // could clear the bit of the new one.
         let mut counts = self.counts();
         let pins = set.iter().map(|(model, entry)| {
             counts[model][usize::from(entry.slot)] += 1;
@@ -255,6 +264,7 @@ impl PinBook {
 
     /// Rings the sender's doorbell if it sleeps.
     pub(crate) fn wake_sender(&self) {
+        // The fence between what was changed before and the question whether the sender sleeps.
         order();
         if self.header().sender.0.sleeping() {
             self.doorbell.ring();
@@ -292,6 +302,7 @@ impl Drop for PinBook {
         if let PinOwner::Reader { socket, .. } = &self.owner
             && self.header.usable().is_ok()
         {
+            // The sender takes the hang-up for the end of all pins of this end.
             socket.shut_down();
         }
     }
@@ -318,7 +329,10 @@ impl Drop for Pin {
         let count = &mut counts[self.model][usize::from(self.slot)];
         *count -= 1;
         if *count == 0 {
+            // Under the lock of the counts: a new pin of the slot sets the bit after this, not
+            // before.
             self.book.word(self.model).unpin(self.slot);
+            // The bell is a system call, for which no other snapshot has to wait.
             drop(counts);
             self.book.wake_sender();
         }

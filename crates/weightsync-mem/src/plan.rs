@@ -156,6 +156,7 @@ impl Plan {
     /// sets besides the newest.
     pub(crate) fn new(slots: impl IntoIterator<Item = usize>, history: u8) -> Self {
         let model = |slots| ModelSlots {
+            // At most 64: the caller has checked the options.
             slots: slots as u8,
             lent: SlotSet::default(),
             numbered: None,
@@ -164,6 +165,7 @@ impl Plan {
         };
         Self {
             models: slots.into_iter().map(model).collect(),
+            // 0 is the state of a mailbox before its first set, so the first step is 1.
             sequence: 0,
             desired: Desired::new(history.into()),
             records: Records::new(),
@@ -218,6 +220,7 @@ impl Plan {
             }
             // The question is taken first, because `point` borrows the whole plan; it is answered
             // last, so that the reader finds that the answer is also its newest set.
+            // A reader that only asks has no set in its mailbox: only its answer moves.
             let (pushed, question) = (
                 mailbox.delivery != Delivery::Asked,
                 mailbox.take_wanted(&set),
@@ -348,6 +351,8 @@ impl Plan {
     }
 
     fn mailbox_mut(&mut self, (worker, joined): Key) -> Option<&mut Mailbox> {
+        // A reader that closed its end keeps its place in the registry while its snapshots live. By
+        // then the mailbox of that number may be its successor's.
         let mailbox = self.mailboxes.get_mut(&worker);
         mailbox.filter(|mailbox| mailbox.joined == joined)
     }
@@ -366,11 +371,15 @@ impl Plan {
         let Some(mailbox) = self.mailboxes.get_mut(&worker) else {
             return;
         };
+        // Sets that wait come first: a reader of every version gets them in order.
         mailbox.deliver(worker, &mut self.records, notifier);
+        // The mailbox's numbers only grow, also past the sets that still wait.
         let after = mailbox
             .waiting
             .back()
             .map_or(mailbox.notified, |last| last.sequence);
+        // A newer record of this set lends its number. Otherwise the set gets a new number, under
+        // which the mailbox may still name an older record of the same set.
         let sequence = self.records.newer(after, set).unwrap_or_else(|| {
             self.sequence += 1;
             self.sequence
@@ -393,6 +402,7 @@ impl Plan {
         let Some(mailbox) = self.mailboxes.get_mut(&worker) else {
             return;
         };
+        // The answer's word has numbers of its own, which only grow as well.
         let sequence = self
             .records
             .newer(mailbox.asks.notified, set)

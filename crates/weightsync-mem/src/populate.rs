@@ -46,12 +46,16 @@ pub(crate) fn to_write(map: &MemoryMap, stop: &AtomicBool) -> Result<(), Errno> 
     }
     let huge = AtomicBool::new(true);
     in_pieces(0..map.len(), |piece| {
+        // The caller looks at `stop` as well, and then does not use the mapping.
         if stop.load(Ordering::Relaxed) {
             return Ok(());
         }
+        // Once the kernel has no huge pages or takes too long for them, the pieces that follow do
+        // not try.
         if huge.load(Ordering::Relaxed) && !collapse(map, &piece)? {
             huge.store(false, Ordering::Relaxed);
         }
+        // Also after a collapse: the end of a piece may be less than a huge page.
         advise(map, &piece, Advice::LinuxPopulateWrite)
     })
 }
@@ -67,6 +71,7 @@ pub(crate) fn to_read(map: &MemoryMap, pages: &Range<usize>) {
 /// Has the kernel collapse a piece into huge pages, which it does for any `shmem_enabled` except
 /// `deny`, since Linux 6.1. False if the next piece need not try.
 fn collapse(map: &MemoryMap, piece: &Range<usize>) -> Result<bool, Errno> {
+    // Only whole huge pages. Pieces begin at multiples of them, as the mapping does.
     let pages = piece.start..piece.start + piece.len() / HUGE_PAGE * HUGE_PAGE;
     if pages.is_empty() {
         return Ok(true);
@@ -97,6 +102,8 @@ fn in_pieces(
     pages: Range<usize>,
     work: impl Fn(Range<usize>) -> Result<(), Errno> + Sync,
 ) -> Result<(), Errno> {
+    // Threads take the next piece when they are done with one, because some take far longer than
+    // others.
     let count = pages.len().div_ceil(PIECE);
     let next = AtomicUsize::new(0);
     let take = || {
@@ -116,6 +123,7 @@ fn in_pieces(
                 thread.spawn_scoped(scope, run).ok()
             })
             .collect();
+        // This thread works as well, so the work is done even if no other thread could start.
         let own = run();
         others.into_iter().fold(own, |done, thread| {
             let other = thread

@@ -76,6 +76,8 @@ impl Drop for PrivateMapping {
         if self.map.usable().is_err() || !self.snapshot.slot().take_back() {
             return;
         }
+        // The clone keeps the slot pinned until it is swept. Otherwise pages that are copies of
+        // this version would hide the next version in the slot.
         let due = match self.map.len() <= AT_ONCE {
             true => Some(self.snapshot.clone()),
             false => self.snapshot.sweeps().put(self.snapshot.clone()),
@@ -112,6 +114,7 @@ impl Sweeps {
 
     /// Sweeps everything that is due, and accepts nothing more.
     pub(crate) fn end(&self) {
+        // From here on `put` gives every version back to the thread that drops the view.
         let due = self.due().take();
         sweep(due.unwrap_or_default());
     }

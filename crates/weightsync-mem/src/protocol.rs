@@ -74,6 +74,8 @@ impl Live {
     const RECORD_BITS: u32 = 8;
 
     fn pack(self) -> u64 {
+        // The record and 24 bits of the sequence are the low half of the word, which a sleeping
+        // reader's futex compares. So each step changes what the futex sees.
         (self.sequence << Self::RECORD_BITS) | u64::from(self.record)
     }
 
@@ -119,6 +121,7 @@ impl LiveWord {
     /// reader once it has pinned it. The sender calls [`order`] after the last of its
     /// mailboxes, before it looks at pins or asks who sleeps.
     pub fn swap_in(&self, live: Live) {
+        // Release: a reader that finds this word finds the record and the bytes of its slots, too.
         self.0.store(live.pack(), Ordering::Release);
     }
 
@@ -160,6 +163,8 @@ impl PinWord {
     /// The first half of [`PinWord::pin`], on its own so that a reader can be
     /// stopped between the two.
     pub(crate) fn announce(&self, live: Live) {
+        // Without the fence, the second look at the live word could come before this store is
+        // visible to the sender: acquire and release do not order a store before a later load.
         self.0.fetch_or(1 << live.record, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
@@ -167,6 +172,8 @@ impl PinWord {
     /// Pins a data slot. The pin counts only from the moment at which the current holder, the
     /// pinned record or the queue's entry, is released.
     pub fn hold(&self, slot: u8) {
+        // Relaxed is enough. The release store that gives the record back (`unpin`, `advance`) also
+        // makes this bit visible.
         self.0.fetch_or(1 << slot, Ordering::Relaxed);
     }
 
@@ -217,10 +224,13 @@ impl RecordQueue {
     ///
     /// A head beyond the tail is a reader's lie and harms only that reader.
     pub fn push(&self, head: u64, bound: u8, live: Live) -> bool {
+        // The sender alone writes the tail, so it needs no order to read its own value. The head
+        // comes from the reader's page and may be any number; the subtraction must not wrap.
         let tail = self.tail.load(Ordering::Relaxed);
         if tail.saturating_sub(head) >= u64::from(bound.min(MAX_BOUND)) {
             return false;
         }
+        // The entry first: the release of the tail is what hands it to the reader.
         self.entry(tail).store(live.pack(), Ordering::Relaxed);
         self.tail.store(tail + 1, Ordering::Release);
         true
@@ -229,6 +239,7 @@ impl RecordQueue {
     /// The entry at `position`, the reader's head, if it exists yet.
     pub fn get(&self, position: u64) -> Option<Live> {
         let tail = load_acquire(&self.tail);
+        // In a shut queue the entries name records that the sender may write again.
         if tail & Self::SHUT != 0 || position >= tail {
             return None;
         }
@@ -239,7 +250,10 @@ impl RecordQueue {
     /// scan that follows.
     pub fn shut(&self) {
         let tail = self.tail.load(Ordering::Relaxed);
+        // The bit stays in the tail, so every later look of the reader finds it.
         self.tail.store(tail | Self::SHUT, Ordering::Release);
+        // The reader's data pins come before this fence, and the sender's shut comes before its
+        // own. Whichever fence is first, one end sees what the other did.
         fence(Ordering::SeqCst);
     }
 
@@ -322,6 +336,7 @@ impl SlotSet {
 
     /// Whether `slot` is in the set.
     pub fn contains(self, slot: u8) -> bool {
+        // The bound is checked first, because a shift by 64 or more overflows.
         usize::from(slot) < MAX_SLOTS && self.0 & (1 << slot) != 0
     }
 
@@ -349,6 +364,7 @@ impl SlotSet {
 
     /// The lowest slot below `slots` that is not in the set.
     pub fn first_free(self, slots: u8) -> Option<u8> {
+        // A full set gives 64, which is below no model's number of slots.
         let slot = self.0.trailing_ones() as u8;
         (slot < slots).then_some(slot)
     }
@@ -381,6 +397,7 @@ impl SleepWord {
 
     /// Withdraws the announcement.
     pub fn awake(&self) {
+        // Relaxed: a waker that still finds the old value makes one needless call.
         self.0.store(0, Ordering::Relaxed);
     }
 

@@ -211,11 +211,14 @@ impl SegmentReader {
         if let Delivery::Every { .. } = self.delivery {
             return Ok(None);
         }
+        // An answer is what a reader that asks was given last; it has no live set.
         let hold = match self.delivery {
             Delivery::Asked => self.book.pin_answer()?,
             Delivery::Newest | Delivery::Every { .. } => self.book.take_live()?,
         };
         match hold {
+            // A new slot may still be on its way over the socket, and the caller does not want to
+            // wait.
             Some(hold) => self.hand_out(hold, Some(Instant::now() + ANSWER_TIME)),
             None => Ok(None),
         }
@@ -237,11 +240,13 @@ impl SegmentReader {
     /// says so.
     pub fn next(&mut self, deadline: Deadline) -> Result<Option<Taken>, Error> {
         self.book.header.usable()?;
+        // It was taken from the queue before, so it comes before all that is there now.
         if self.unmapped.is_some() {
             return self.take_unmapped(deadline);
         }
         let book = self.book.clone();
         let mailbox = book.mailbox()?;
+        // Copied, because the look runs while the whole reader is borrowed.
         let (last, head) = (self.sequence, self.head);
         let found = match self.delivery {
             Delivery::Every { .. } => self.wait_for(0, deadline, || {
@@ -292,6 +297,7 @@ impl SegmentReader {
         if let Some((model, _)) = versions.clone().find(|(model, _)| !self.has(*model)) {
             return Err(bad("the applied model", "a model of this reader", model));
         }
+        // The words first, then the wake-up: the sender reads them at once.
         self.book.control()?.set_loaded(sequence, versions);
         self.book.wake_sender();
         Ok(())
@@ -307,6 +313,7 @@ impl SegmentReader {
     /// sender that is gone need not know.
     pub fn refuse(&self, sequence: Option<u64>, reason: &str) -> Result<(), Error> {
         self.book.header.usable()?;
+        // No publication has this number, so no line of a report could say it.
         if sequence == Some(0) {
             return Ok(());
         }
@@ -317,6 +324,7 @@ impl SegmentReader {
                 }
                 Ok(())
             }
+            // A full socket at a live sender: it does not listen to this reader.
             false => self.unheard().map_or(Ok(()), Err),
         }
     }
@@ -330,6 +338,7 @@ impl SegmentReader {
         look: impl Fn() -> Option<T>,
     ) -> Result<Option<T>, Error> {
         let glance = || match look() {
+            // An interrupt ends the yields. The loop below takes it, so that it ends one wait only.
             None if self.watch.is_interrupted() => Some(None),
             found => found.map(Some),
         };
@@ -349,6 +358,7 @@ impl SegmentReader {
             if self.watch.take_interrupt() || passed(deadline) {
                 return Ok(None);
             }
+            // May wake without a reason, so the loop looks at everything again.
             self.watch.sleep(question, || look().is_none(), deadline)?;
         }
     }
@@ -371,12 +381,15 @@ impl SegmentReader {
 
     /// Why a live sender cannot be told something.
     fn unheard(&self) -> Option<Error> {
+        // A sender that is gone is noticed elsewhere, by a better error.
         let gone = self.is_closed() || self.is_hung_up().unwrap_or(true);
         (!gone).then(|| unexpected("a sender that reads", "a socket that is full".into()))
     }
 
     fn why_over(&self) -> Error {
         let pid = self.sender_pid();
+        // What the sender or the relay wrote in the header counts first: the hang-up looks the same
+        // in each case.
         match self.ending() {
             Some(Ending::Closed) => return Error::SenderClosed,
             Some(Ending::Died) => return Error::SenderDied { pid },
@@ -402,13 +415,17 @@ impl Drop for SegmentReader {
         if self.book.header.usable().is_ok()
             && let Ok(control) = self.book.control()
         {
+            // Relaxed: the caller of `refuse` and this drop are ordered by the ownership of the
+            // reader.
             let parting = match self.unusable.load(Ordering::Relaxed) {
                 true => ReaderExit::Failed,
                 false => ReaderExit::InOrder,
             };
             control.left.store(parting.word(), Ordering::Release);
+            // A send may wait for this worker.
             self.book.wake_sender();
             if let Ok(mailbox) = self.book.mailbox() {
+                // Others may wait for a record that this mailbox keeps.
                 self.book.notify_room(mailbox);
             }
         }

@@ -104,6 +104,7 @@ impl SharedRegistry {
         options: &SegmentOptions,
         relayed: Option<Relayed>,
     ) -> Result<Arc<Self>, Error> {
+        // Refused before anything is allocated: the kernel would kill the process without a word.
         grow::check_room(specs, options.slots)?;
         let header = OwnedFile::new("weightsync-header", HEADER_BYTES)?;
         let mut models = Vec::with_capacity(specs.len());
@@ -111,6 +112,7 @@ impl SharedRegistry {
         for (index, spec) in specs.iter().enumerate() {
             let page = OwnedFile::new("weightsync-commits", MODEL_PAGE_BYTES)?;
             let model = SegmentModel::new(index, &spec.layout, page.map.clone());
+            // Faulted in here, so that running out of memory is an error of this call.
             let (made, grows) = grow::first_slots(options.slots, model.slot_bytes())?;
             slots.push(made);
             growth.push(grows);
@@ -179,12 +181,14 @@ impl SharedRegistry {
         mut look: impl FnMut() -> Result<Option<T>, Error>,
     ) -> Result<Option<T>, Error> {
         self.header.map.usable()?;
+        // Short waits announce nothing, so that readers save the system call of a ring.
         let found = self.wait.brief(deadline, || look().transpose());
         if let Some(found) = found {
             return found.map(Some);
         }
         let sleep = &self.header().sender.0;
         self.watchers.wait(sleep, &self.bells, deadline, || {
+            // The sender may close while this thread waits, from any thread.
             self.open()?;
             look()
         })
@@ -200,6 +204,8 @@ impl SharedRegistry {
                 reader.owed.push_back((model as u8, index));
             }
         }
+        // The service thread goes on with it. This thread must not wait for a reader that does not
+        // read.
         if self.hand_slots(state) {
             self.owes.ring();
         }
@@ -219,6 +225,7 @@ impl SharedRegistry {
             let Some(socket) = reader.socket().cloned() else {
                 continue;
             };
+            // In order: a reader takes a slot that is not the next of its model for a breach.
             while let Some(&(model, index)) = reader.owed.front() {
                 let packet = SenderMessage::Slot { model, index }.encode();
                 let file = &state.slots[usize::from(model)][usize::from(index)];
@@ -228,6 +235,7 @@ impl SharedRegistry {
                     }
                     // The reader is removed when its hang-up is noticed.
                     Ok(false) if is_gone(&socket) => reader.owed.clear(),
+                    // Without this slot, no set that names it is of use to the reader.
                     Err(error) if !error.is_crowded_out() => {
                         let why = format!(
                             "it could not be handed slot {index} of model {model}: {error}"
@@ -243,6 +251,7 @@ impl SharedRegistry {
             }
         }
         for (key, why) in without {
+            // Here and not in the loop, which borrows the readers.
             state.turn_away(key, why);
         }
         again
@@ -279,6 +288,7 @@ impl SharedRegistry {
 
     /// The holders of a model's slots, with the versions in them.
     pub(crate) fn holders(&self, model: usize) -> Vec<Holder> {
+        // For an error message, after the wait for a slot was in vain.
         let mut state = self.state();
         let _ = self.observe(&mut state);
         let versions = |held: SlotSet| {
@@ -290,6 +300,8 @@ impl SharedRegistry {
         // The set for all workers is not counted against any reader.
         let newest = state.plan.default_set().entry(model);
         let readers = state.readers.iter().map(|(key, reader)| {
+            // What the mailbox keeps for the reader counts like what the reader pins: both keep
+            // slots.
             let queued = state.plan.mailbox_slots(*key, model);
             let queued = newest.map_or(queued, |newest| queued.without(newest.slot));
             let pinned = reader.control().pins[model].held();
@@ -405,6 +417,8 @@ impl SharedRegistry {
     /// The connections are shut down, not only closed: a forked child of this process may keep its
     /// copies of them open.
     pub(crate) fn close(&self, ending: Ending) {
+        // The word comes before the hang-ups. A reader that finds its connection closed looks here
+        // whether the sender shut down or died.
         self.header()
             .closed
             .0
@@ -414,11 +428,14 @@ impl SharedRegistry {
             if let Some(socket) = reader.socket() {
                 socket.shut_down();
             }
+            // The service thread must not offer slots that are dropped below.
             reader.owed.clear();
         }
         // A waiting thread may outlive the sender, but need not keep the memory of the weights.
         state.slots.clear();
         drop(state);
+        // In this order these end the slot that is being made, the thread that makes slots, the
+        // service thread, and every wait.
         self.ends.store(true, Ordering::Relaxed);
         self.asked.notify_all();
         self.stop.ring();

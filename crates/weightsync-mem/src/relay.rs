@@ -64,6 +64,7 @@ impl RelaySegment {
         // 0 would mean that there is no process.
         let relayed = Relayed::new(sender.max(1));
         let shared = SharedRegistry::new(run, models, secret, &options, Some(relayed))?;
+        // Workers can connect from here on. Each waits until the sender has admitted it.
         let threads = SegmentThreads::start(&shared, listener)?;
         Ok(Self {
             shared,
@@ -94,6 +95,7 @@ impl RelaySegment {
                 self.shared.listen_to(key, false)?;
             }
             let state = self.shared.state();
+            // A look takes in what has changed since the last one, so nothing is told twice.
             let events = relayed.look(&state);
             Ok((!events.is_empty()).then_some(events))
         })?;
@@ -134,12 +136,15 @@ impl RelaySegment {
             reason: "the worker has given up waiting".into(),
         };
         self.shared.header.map.usable()?;
+        // Taken out of the queue, so that a ticket is answered once.
         let ticket = self.relayed().take(ticket);
         let Ticket {
             request,
             socket,
             control,
         } = ticket.ok_or_else(gave_up)?;
+        // The worker may have found another way to the sender. It must not be admitted here as
+        // well.
         if service::is_gone(&socket) {
             return Err(gave_up());
         }
@@ -179,6 +184,7 @@ impl RelaySegment {
     ///
     /// If a snapshot belongs to another segment.
     pub fn notify(&self, who: WorkerInstance, sequence: u64, set: &[Snapshot]) -> bool {
+        // The caller's snapshots hold the slots until the mailbox does.
         let set = self.set_of(set);
         let Ok(mut state) = self.shared.state_here() else {
             return false;
@@ -186,6 +192,7 @@ impl RelaySegment {
         let Some(key) = find(&state, who) else {
             return false;
         };
+        // The pins first: the step may write a record.
         let records = self.shared.observe(&mut state);
         self.shared.decide(&mut state, |plan, steps| {
             plan.notify_one(key, sequence, &set, records, steps)
@@ -265,6 +272,8 @@ impl RelaySegment {
             self.options.max_slots,
             None,
         )?;
+        // What is missing does not matter here. The relay's one thread of decisions must answer
+        // others, so it looks again later and does not wait.
         let Some(part) = parts.pop() else {
             return Ok(None);
         };
@@ -285,6 +294,7 @@ impl RelaySegment {
             return;
         };
         for slot in state.slots.get(model).into_iter().flatten() {
+            // A slot that is being written forgets as well, so its commit notes no version.
             slot.forget();
         }
     }
@@ -296,6 +306,7 @@ impl RelaySegment {
 
     /// Ends the segment, and tells the workers how. Only the first call counts.
     pub fn close(&self, ending: Ending) {
+        // Held to the end: a second caller returns only once the threads are gone.
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         if self.shared.header.map.usable().is_err() {
             // In a forked child: the thread and the memory belong to the parent.
@@ -312,6 +323,7 @@ impl RelaySegment {
         }
         self.shared.close(ending);
         for ticket in self.relayed().take_all() {
+            // These workers wait for an answer that will not come. The hang-up tells them.
             ticket.socket.shut_down();
         }
         threads.join();
@@ -351,6 +363,7 @@ impl Drop for RelaySegment {
 /// The worker's newest reader, if it is this one and has not left.
 fn find(state: &RegistryState, who: WorkerInstance) -> Option<Key> {
     let all = (who.worker, 0)..=(who.worker, u64::MAX);
+    // An earlier life of the worker may still hold snapshots; it gets nothing more.
     let (key, reader) = state.readers.range(all).next_back()?;
     (reader.instance == who.instance && !reader.has_left()).then_some(*key)
 }

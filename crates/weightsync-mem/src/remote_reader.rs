@@ -131,6 +131,7 @@ impl RemoteReaders {
     pub fn snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>, Error> {
         self.shared.check_model(model)?;
         let state = self.shared.open_state()?;
+        // The lock is held until the pin is there: in between, the slot could be given out again.
         let Some(slot) = state.plan.find(model, version) else {
             return Ok(None);
         };
@@ -143,6 +144,8 @@ impl RemoteReaders {
     /// worker. [`SegmentWriter::wait_readers`] then reports that, and not a missing worker. Other
     /// errors are the worker's, and are not noted.
     pub fn note_failed_accept(&self, error: &std::io::Error) {
+        // Descriptors and memory that this process lacks; anything else is the connection's own
+        // fault.
         let is_own = |errno: &Errno| {
             let own = [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::NOBUFS];
             own.contains(errno)
@@ -195,6 +198,8 @@ impl RemoteReaders {
             mut device,
             location,
         } = options;
+        // The label comes from another process, so it is bounded here, as the socket's messages
+        // bound it for local readers.
         device.truncate(device.floor_char_boundary(MAX_DEVICE));
         let request = JoinRequest {
             worker,
@@ -207,6 +212,8 @@ impl RemoteReaders {
         if let Err(reason) = shared.admit(&request, seen) {
             return denied(reason);
         }
+        // From the check of the number until the reader is added, the lock is held: of two
+        // connections of one worker only one may get it.
         let mut state = shared.open_state()?;
         if let Err(reason) = shared.vacate(&mut state, worker) {
             return denied(reason);
@@ -220,6 +227,8 @@ impl RemoteReaders {
         let models = models.and(ModelMask::first(shared.models.len()));
         state.joined += 1;
         let key = (worker, state.joined);
+        // The pages are in private memory, but all other code uses them as if a process had mapped
+        // them.
         let end = ReaderEnd::RemoteReader {
             pages: PrivatePages::new(),
             pid,
@@ -227,6 +236,8 @@ impl RemoteReaders {
         };
         let mut reader = RegisteredReader::new(end, 0, models, delivery, request.device);
         reader.location = location;
+        // Added before the pins are read, as in `welcome`: its mailbox is on its set when the
+        // caller gets it.
         state.add(key, reader);
         let records = shared.observe(&mut state);
         shared.decide(&mut state, |plan, steps| {
@@ -279,12 +290,16 @@ impl RemoteReader {
         let mut all = Vec::new();
         match self.delivery {
             Delivery::Every { .. } => {
+                // Every use of `handed` is under the lock, so no order is needed.
                 let mut at = self.handed.load(Ordering::Relaxed);
                 while let Some(live) = mailbox.queue.0.get(at) {
+                    // Read from the plan: the lock is held, so the record is the one that the word
+                    // names.
                     let set = state.plan.record(live.record).set;
                     all.push(self.hold(&state, live.sequence, &set)?);
                     at += 1;
                 }
+                // Only once all are held: after an error the caller gets the same entries again.
                 self.handed.store(at, Ordering::Relaxed);
             }
             Delivery::Newest | Delivery::Asked => {
@@ -313,6 +328,8 @@ impl RemoteReader {
             return;
         };
         if let Some(reader) = self.reader(&state) {
+            // What was handed out and not taken is in the hands of an agent that acts for the
+            // worker no more.
             let head = reader.control().head.load();
             self.handed.store(head, Ordering::Relaxed);
         }
@@ -330,6 +347,8 @@ impl RemoteReader {
             return Ok(None);
         };
         let entry = &reader.mailbox().answer.0;
+        // An answer stays in its place until the room is needed, also when the worker is through
+        // with it.
         let question = load_acquire(&entry.question);
         let Some(live) = entry.live.load().filter(|_| question > reader.through()) else {
             return Ok(None);
@@ -395,6 +414,8 @@ impl RemoteReader {
             return;
         };
         let control = reader.control();
+        // The numbers come from another host, over links that replace each other. So a late one
+        // must not put them back.
         control.taken.fetch_max(taken, Ordering::AcqRel);
         control.through.fetch_max(through, Ordering::AcqRel);
         self.advance(reader, taken);
@@ -415,6 +436,8 @@ impl RemoteReader {
         let Some(reader) = self.reader(&state) else {
             return;
         };
+        // The versions come from another process. Those of models that this reader does not take
+        // are ignored.
         let mine = versions
             .into_iter()
             .filter(|(model, _)| self.models.contains(*model));
@@ -436,6 +459,7 @@ impl RemoteReader {
             Some(sequence) => {
                 if let Some(reader) = state.readers.get_mut(&self.key) {
                     reader.refused = Some((sequence, reason));
+                    // The worker is through with a set that it refused, so the entry makes room.
                     self.advance(reader, sequence);
                 }
                 state.mark_changed(self.key);
@@ -465,6 +489,8 @@ impl RemoteReader {
         let (queue, head) = (&reader.mailbox().queue.0, &reader.control().head);
         let mut at = head.load();
         let handed = self.handed.load(Ordering::Relaxed);
+        // Only entries that were handed out. A wrong number of another process must not free a set
+        // that the worker never got.
         while at < handed && queue.get(at).is_some_and(|live| live.sequence <= sequence) {
             at += 1;
         }
@@ -483,6 +509,7 @@ impl RemoteReader {
         let mut state = self.shared.state();
         if let Some(reader) = self.reader(&state) {
             if departure == Departure::Left {
+                // `bury` tells by this word how the reader departed.
                 let left = &reader.control().left;
                 left.store(ReaderExit::InOrder.word(), Ordering::Release);
             }
@@ -508,6 +535,8 @@ impl RemoteReader {
         let set = set.only(self.models);
         let models = set.models();
         let held = models.iter().map(|model| {
+            // The sender's own pin, which stands for the remote worker's: nobody else holds the
+            // slot for it.
             let held = self.shared.hold(state, model, &set)?;
             held.ok_or(Error::SenderClosed)
         });
@@ -527,6 +556,7 @@ impl RemoteReader {
 
 impl Drop for RemoteReader {
     fn drop(&mut self) {
+        // After `leave` the reader is no longer registered, and this does nothing.
         self.go(Departure::Lost);
     }
 }

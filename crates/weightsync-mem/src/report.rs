@@ -53,6 +53,8 @@ impl Publication {
         let mut dispositions = published.dispositions.iter();
         let waits = dispositions.any(|(_, disposition)| *disposition == Disposition::Waiting);
         Self {
+            // Shared by the clones of this publication: any of them may give the waiting
+            // notifications up.
             full: waits.then(Arc::default),
             sequence: published.sequence,
             versions: published.versions,
@@ -85,6 +87,7 @@ impl Publication {
     ) -> Option<Outcome> {
         let sequence = self.sequence;
         let applied = |model: &usize| reader.version(*model);
+        // Read before the versions below, which the reader stores before this number.
         let loaded = reader.applied();
         let is_applied = || self.is_applied(reader.models, loaded, applied);
         match disposition {
@@ -93,6 +96,7 @@ impl Publication {
             Disposition::Notified | Disposition::Waiting if is_applied() => {
                 return Some(Outcome::Applied);
             }
+            // Its end may still be open: then the worker lives, and only refused.
             _ if reader.unusable.is_some() => {
                 let reason = reader.unusable.clone().unwrap_or_default();
                 return Some(match reader.has_left() {
@@ -107,9 +111,11 @@ impl Publication {
             // The worker is unusable, so it was a refusal above.
             Disposition::Shut => return Some(Outcome::Late),
         }
+        // A reader that left reports nothing more.
         if reader.has_left() {
             return Some(Outcome::Left);
         }
+        // The reader refused this set, or a newer one that replaced it.
         if let Some((refused, reason)) = &reader.refused
             && *refused >= sequence
         {
@@ -209,10 +215,12 @@ impl Waiter {
         shared.open()?;
         let awaited = publication.dispositions.clone();
         let mut settling = Settling::new(shared, publication, level, awaited);
+        // A look takes the lock for a moment. Nothing is held while this thread sleeps.
         let done = shared.wait_until(deadline, || {
             settling.note_settled();
             Ok(settling.awaited.is_empty().then_some(()))
         });
+        // The deadline is no error: the lines of those that did not answer are made below.
         done.inspect_err(|_| settling.unreport())?;
         settling.late();
         settling.report_the_rest();
@@ -231,6 +239,7 @@ impl Waiter {
         self.shared.open()?;
         let state = self.shared.state();
         Ok(publication.dispositions.iter().all(|(key, disposition)| {
+            // A reader that is gone has its outcome.
             state.readers.get(key).is_none_or(|reader| {
                 let disposition = (*key, *disposition);
                 let known = publication.outcome(disposition, reader, &state.plan, level);
@@ -256,6 +265,7 @@ impl Waiter {
             )
         };
         let awaited = publication.dispositions.iter().filter(decided);
+        // Each of these has its outcome at the first look, so nothing is waited for.
         let awaited = awaited.copied().collect();
         let mut settling = Settling::new(shared, publication, Level::Staged, awaited);
         settling.note_settled();
@@ -276,6 +286,7 @@ impl Waiter {
     pub fn late(&self, publication: &Publication, level: Level) -> Result<(), Error> {
         self.shared.open()?;
         let mut state = self.shared.state();
+        // Split, because a reader is changed while the plan is read.
         let RegistryState { readers, plan, .. } = &mut *state;
         for (key, disposition) in &publication.dispositions {
             if let Some(reader) = readers.get_mut(key)

@@ -73,6 +73,8 @@ impl fmt::Display for Breach {
 impl Claims {
     /// The claims of a reader of these models, before its first notification.
     pub(crate) fn new(models: ModelMask) -> Self {
+        // Indexed by model, and no longer than the reader's last model: a sender may have 4096
+        // readers.
         let rows = models.iter().last().map_or(0, |last| last + 1);
         Self {
             models,
@@ -112,13 +114,18 @@ impl Claims {
     /// that was never named does not count: the reader only announced it, and will find that the
     /// mailbox has moved on.
     pub(crate) fn observe(&mut self, held: SlotSet, named: SlotSet) -> SlotSet {
+        // A working reader gives its record back before it announces another.
         if held.len() > 1 {
             self.breach.get_or_insert(Breach::Records(held.len()));
         }
+        // A page in breach may claim all records, and nobody could be notified any more. Its data
+        // pins still count, because its process may be reading those slots.
         self.records = match self.breach {
             None => held.and(self.named),
             Some(_) => SlotSet::default(),
         };
+        // A record that is neither held nor named any more cannot be pinned later: the reader's
+        // re-check finds that the mailbox has moved.
         self.named = self.records.union(named);
         self.records
     }
@@ -127,10 +134,13 @@ impl Claims {
     /// mailbox and its pinned record name now.
     pub(crate) fn pinned(&mut self, model: usize, held: SlotSet, named: SlotSet) -> SlotSet {
         let counted = self.of(model, held);
+        // The mailbox never named these slots, so no working reader can have their numbers.
         if counted != held {
             self.breach.get_or_insert(Breach::Slots(model));
         }
         if self.models.contains(model) {
+            // A slot that the reader has released, and that nothing names any more, is not claimed
+            // from here on.
             self.slots[model] = counted.union(named);
         }
         counted
@@ -149,6 +159,8 @@ pub(crate) fn observe(
     through: Option<u64>,
     claims: &mut Claims,
 ) -> SlotSet {
+    // The head comes before the pins. If an entry was taken, its slots are in the data pins by now,
+    // and those are read later. The entry then no longer counts as named.
     if let Some(through) = through {
         plan.observe(key, words.head.load(), through);
     }
@@ -164,6 +176,8 @@ pub(crate) fn pinned(
     claims: &mut Claims,
 ) -> SlotSet {
     let held = words.pins[model].held();
+    // The records as of the last `observe`. The reader may have given one back since, and then its
+    // slots are in the data pins read above or were released.
     let by_record = plan.slots_of(claims.records(), model);
     claims.pinned(model, held, plan.named_slots(key, model).union(by_record))
 }

@@ -41,6 +41,7 @@ pub(crate) fn start(
     shared: Arc<SharedRegistry>,
     listener: Listener,
 ) -> Result<JoinHandle<()>, Error> {
+    // Only a relay beats: its workers fetch for themselves while it is silent.
     let service = SegmentService {
         listener,
         strangers: Vec::new(),
@@ -90,6 +91,8 @@ impl SegmentService {
                 Ok(true) => {}
                 // Out of descriptors or memory: connected readers are still served. The pause keeps
                 // a lasting condition from spinning.
+                // Kept for `wait_readers`, which would otherwise report a missing worker and not
+                // the cause.
                 Err(error) => {
                     *self.shared.failure() = Some(error);
                     let pause = Some(Instant::now() + Duration::from_millis(50));
@@ -104,12 +107,14 @@ impl SegmentService {
     /// Waits for the next events and handles them. False if the sender closes.
     fn select(&mut self) -> Result<bool, Error> {
         if self.beat.is_some_and(|at| Instant::now() >= at) {
+            // Readers only look whether the number changes, so it orders nothing.
             self.shared.header().beats.0.fetch_add(1, Ordering::Relaxed);
             self.beat = Some(Instant::now() + BEAT);
         }
         let readers = self.shared.watched();
         let listens = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
         let ends = |fd| PollFd::from_borrowed_fd(fd, HANG_UP);
+        // The results below are taken one by one in the order of this list.
         let mut polled = vec![
             listens(self.shared.stop.as_fd()),
             listens(self.shared.owes.as_fd()),
@@ -120,14 +125,19 @@ impl SegmentService {
                 .iter()
                 .map(|stranger| listens(stranger.socket.as_fd())),
         );
+        // The messages of a deaf reader stay unread. A poll for them would return at once, again
+        // and again.
         for (_, socket, deaf) in &readers {
             polled.push(if *deaf {
                 ends(socket.as_fd())
             } else {
                 listens(socket.as_fd())
             });
+            // The process is watched as well: a forked child that holds a copy of the socket keeps
+            // the connection open after the worker's death.
             polled.extend(socket.peer_death().map(listens));
         }
+        // Without strangers, owed slots and a beat, the thread sleeps until an event.
         let strangers = self.strangers.iter().map(|stranger| stranger.until);
         let retry = self.owes.then(|| Instant::now() + OWING_TIME);
         let deadline = strangers.chain(retry).chain(self.beat).min();
@@ -138,6 +148,8 @@ impl SegmentService {
             return Ok(false);
         }
         if next() {
+            // Silenced before the slots are offered: a ring that comes meanwhile ends the next
+            // poll.
             self.shared.owes.silence();
             self.owes = true;
         }
@@ -154,6 +166,8 @@ impl SegmentService {
             }
         }
         let now = Instant::now();
+        // A slot that a full socket kept back may go out now. This comes after the deaths, so that
+        // none is sent to a reader that is gone.
         if self.owes {
             self.owes = self.shared.hand_slots(&mut self.shared.state());
         }
@@ -166,6 +180,7 @@ impl SegmentService {
                 self.strangers.push(stranger);
             }
         }
+        // Last: a restarted worker is let in after its predecessor was removed above.
         if knocked {
             result = result.and(self.let_in(now));
         }
@@ -204,15 +219,20 @@ impl SegmentService {
 impl SharedRegistry {
     /// Handles a reader's messages, and removes the reader once its end is gone.
     pub(crate) fn listen_to(&self, key: Key, died: bool) -> Result<(), Error> {
+        // The lock is released again: the question whether the peer is gone is a system call.
         let socket = |state: &RegistryState| state.readers.get(&key)?.socket().cloned();
         let Some(socket) = socket(&self.state()) else {
             return Ok(());
         };
+        // Asked before the messages are read: those that the reader sent before its end are in the
+        // socket by now.
         let gone = died || is_gone(&socket);
         let mut state = self.state();
         // Messages sent before a death count too, for example why the reader refused.
         let mut result = Ok(());
+        // The lock is held meanwhile, and a reader may send without end.
         for _ in 0..MAX_TURN {
+            // A fault below makes the reader deaf, and so ends this loop.
             let Some(reader) = state.readers.get_mut(&key).filter(|reader| !reader.deaf) else {
                 break;
             };
@@ -223,6 +243,7 @@ impl SharedRegistry {
                 Ok(Packet::HungUp) => "it sent an empty packet".into(),
                 Ok(Packet::Data(bytes, _)) => match ReaderMessage::decode(&bytes) {
                     Ok(ReaderMessage::Refused {
+                        // 0 stands for every set: the worker can use none.
                         sequence: 0,
                         reason,
                     }) => {
@@ -233,11 +254,14 @@ impl SharedRegistry {
                         reader.refused = Some((sequence, reason));
                         continue;
                     }
+                    // The reader has given back an entry, a record or the place of its answer.
                     Ok(ReaderMessage::Room) => {
                         self.deliver(&mut state);
                         continue;
                     }
                     Ok(ReaderMessage::Withdraw) => {
+                        // In a relay's segment the sender decides about questions: the relay passes
+                        // them on.
                         match (&self.relayed, state.readers.get(&key)) {
                             (Some(relayed), Some(reader)) => {
                                 relayed.note_withdrawal((key, reader));
@@ -247,6 +271,8 @@ impl SharedRegistry {
                         continue;
                     }
                     Ok(ReaderMessage::Ask { question, want }) => {
+                        // From now on the page is also read for the last question that the reader
+                        // is through with.
                         reader.asks = true;
                         if let Some(relayed) = &self.relayed {
                             relayed.note_question((key, reader), question, want);
@@ -268,6 +294,7 @@ impl SharedRegistry {
                     break;
                 }
             };
+            // The reader is a line of the next report, and the others go on.
             state.condemn(key, fault);
         }
         // A reader that goes now is handled next time. A sender that closes has shut the
@@ -282,6 +309,7 @@ impl SharedRegistry {
     /// Removes a reader whose process is gone, and notifies a relay.
     fn bury(&self, state: &mut RegistryState, key: Key) {
         if let Some(relayed) = &self.relayed {
+            // First, because the event repeats the last progress in the reader's page.
             relayed.note_gone(state, key, Departure::Died);
         }
         state.bury(key, Departure::Died);
@@ -290,6 +318,7 @@ impl SharedRegistry {
     /// Delivers what the slots and records of a departed or rejected reader make room for, and has
     /// every waiting thread look again.
     fn pass_on(&self, state: &mut RegistryState) {
+        // What the reader held may be the record or the queue entry that others wait for.
         if state.plan.anything_waits() {
             self.deliver(state);
         }
@@ -303,6 +332,7 @@ impl SharedRegistry {
         if self.is_closed() {
             return None;
         }
+        // The descriptors close when `fds` is dropped, whatever the answer is.
         let (bytes, fds) = match socket.receive() {
             Ok(Packet::Data(bytes, fds)) => (bytes, fds),
             Ok(Packet::Empty) => return Some(socket),
@@ -369,6 +399,8 @@ impl SharedRegistry {
             return deny(socket, "this sender tells no status here".into());
         };
         let text = answer(self.roster());
+        // The text of many workers does not fit into a packet, so it travels as a file. A mapping
+        // cannot be empty.
         let told = OwnedFile::new("weightsync-status", text.len().max(1)).and_then(|file| {
             file.fill(&text);
             let packet = SenderMessage::Status {
@@ -395,6 +427,7 @@ impl SharedRegistry {
         question: u64,
         want: Want,
     ) -> Option<String> {
+        // The pins first: an answer may write a record, and then none that a reader holds.
         let records = self.observe(state);
         let answer = self.decide(state, |plan, steps| {
             plan.ask(key, question, want, records, steps)
@@ -414,6 +447,8 @@ impl SharedRegistry {
                 };
                 let socket = state.readers.get(&key)?.socket()?;
                 match socket.send(&packet.encode(), &[]) {
+                    // The answer would be lost, and the worker would wait for it until its own
+                    // deadline.
                     Ok(false) if !is_gone(socket) => {
                         Some("it asks but does not read the answers".into())
                     }
@@ -439,6 +474,7 @@ impl SharedRegistry {
             return self.welcome(request, socket, control);
         };
         // Sent first, because the answer may follow at once.
+        // The worker then gives the relay more time than a sender has to answer.
         let _ = socket.send(&SenderMessage::Wait.encode(), &[]);
         let ticket = Ticket {
             request,
@@ -446,12 +482,15 @@ impl SharedRegistry {
             control,
         };
         let asked = relayed.ask_in(ticket, seen);
+        // The relay's own thread sleeps until there is an event.
         self.bells.ring();
         asked.map_err(|ticket| (ticket.socket, "too many workers are waiting to join".into()))
     }
 
     /// Checks whether a reader may join, except for conditions that depend on other readers.
     pub(crate) fn admit(&self, request: &JoinRequest, seen: Epoch) -> Result<(), String> {
+        // This sender is the older one: a successor has fenced it off. Its versions must reach no
+        // worker that has seen the successor.
         if seen > self.run.epoch {
             return Err(format!(
                 "this run has {}, but the worker has seen {seen}: a newer trainer has taken over",
@@ -465,6 +504,7 @@ impl SharedRegistry {
                 "the worker asks for models {wanted:?}, but there are {there_are:?}"
             ));
         }
+        // Each version in a queue keeps a slot, so the sender limits what a worker may ask for.
         if let Delivery::Every { bound } = request.delivery
             && bound > self.max_queue
         {
@@ -484,12 +524,15 @@ impl SharedRegistry {
     /// The caller holds the lock until the newcomer is added: two newcomers at the same time could
     /// otherwise both get the number.
     pub(crate) fn vacate(&self, state: &mut RegistryState, worker: WorkerId) -> Result<(), String> {
+        // All readers of the number: one that left may still hold snapshots next to its successor.
         let before = state.readers.range((worker, 0)..=(worker, u64::MAX));
         for key in before.map(|(key, _)| *key).collect::<Vec<_>>() {
             let Some(old) = state.readers.get(&key) else {
                 continue;
             };
             let pid = old.pid();
+            // The service thread may not have come to this death yet. A restarted worker must not
+            // be refused for that.
             if old.socket().is_some_and(|socket| is_gone(socket)) {
                 self.bury(state, key);
                 self.pass_on(state);
@@ -510,6 +553,7 @@ impl SharedRegistry {
         socket: Arc<Socket>,
         control: MemoryMap,
     ) -> Result<(), (Arc<Socket>, String)> {
+        // Made before the lock is taken, because it allocates memory.
         let mailbox = match OwnedFile::new("weightsync-mailbox", MAILBOX_BYTES) {
             Ok(mailbox) => mailbox,
             Err(error) => {
@@ -523,6 +567,8 @@ impl SharedRegistry {
             // The hang-up tells the worker to look for the next sender.
             return Ok(());
         }
+        // Again, now under the lock under which the reader is added. Another newcomer of the number
+        // may have come since.
         let vacant = self.vacate(&mut state, request.worker);
         let vacant = vacant.and_then(|()| match state.counts().0 < MAX_READERS {
             true => Ok(()),
@@ -533,6 +579,8 @@ impl SharedRegistry {
         if let Err(reason) = vacant {
             return Err((socket, reason));
         }
+        // Each reader's key is new, so what is left of an earlier reader of the number is never
+        // confused with this one.
         let models = request.models.and(ModelMask::first(self.models.len()));
         state.joined += 1;
         let key = (request.worker, state.joined);
@@ -554,8 +602,10 @@ impl SharedRegistry {
         state.add(key, reader);
         let records = self.observe(&mut state);
         self.decide(&mut state, |plan, steps| {
+            // A new mailbox has no earlier numbers.
             plan.join((key, 0), models, request.delivery, records, steps);
         });
+        // The reader lacks some of its pages, so it cannot hold anything yet.
         if let Err(error) = self.hand_out(&state, &socket, models, &mailbox) {
             state.remove(key);
             return match error.is_crowded_out() {
@@ -569,6 +619,7 @@ impl SharedRegistry {
             };
         }
         drop(state);
+        // What was lacking for an earlier reader is there again.
         *self.failure() = None;
         self.bells.ring();
         Ok(())
@@ -595,11 +646,15 @@ impl SharedRegistry {
             models,
             relayed: self.relayed.as_ref().map_or(0, |relayed| relayed.sender),
         };
+        // This process's own descriptor of the bell ends with this call. The kernel goes on
+        // watching the bell for as long as the reader has it.
         let bell = self.bells.for_reader()?;
         let fds = [self.header.fd.as_fd(), mailbox.fd.as_fd(), bell.as_fd()];
         send(welcome, &fds)?;
         for model in models.iter() {
             let served = &self.models[model];
+            // The lock is held since the reader was added: a slot made later is owed to it
+            // (`add_slot`), and none comes twice.
             let slots = &state.slots[model];
             let packet = SenderMessage::Model {
                 index: model as u8,
@@ -642,6 +697,8 @@ fn take_control(fds: Vec<OwnedFd>) -> Result<MemoryMap, String> {
 /// Whether the process or the end of a connection is gone.
 pub(crate) fn is_gone(socket: &Socket) -> bool {
     let now = Some(Instant::now());
+    // A connection may be closed while the process lives, and a process may be dead while a child
+    // keeps the connection. Either is the end.
     let mut end = [PollFd::from_borrowed_fd(socket.as_fd(), HANG_UP)];
     let hung_up = poll_slice(&mut end, now).is_ok() && !end[0].revents().is_empty();
     hung_up || socket.is_peer_dead()

@@ -144,6 +144,7 @@ impl ModelSet {
     /// Removes models from the set.
     pub(crate) fn remove(&mut self, models: ModelMask) {
         for model in self.models.and(models).iter() {
+            // Equality compares whole arrays, so what is unused must be zero.
             self.slots[model] = 0;
             self.versions[model] = Version::NONE;
         }
@@ -239,6 +240,8 @@ impl SetRecord {
     /// checked in few words.
     pub(crate) fn encode(&self) -> ([u64; SET_WORDS], usize) {
         let mut words = [0; SET_WORDS];
+        // A slot number takes a byte, so eight of them share a word. The versions follow without a
+        // gap.
         words[0] = self.sequence;
         words[1] = self.set.models.0;
         let versions = versions(words[1]);
@@ -246,6 +249,7 @@ impl SetRecord {
             words[SLOTS + at / 8] |= u64::from(entry.slot) << (at % 8 * 8);
             words[versions + at] = entry.version.0;
         }
+        // Last: it covers all the other words.
         words[2] = checksum(&words);
         (words, used(words[1]))
     }
@@ -256,6 +260,8 @@ impl SetRecord {
         if words[2] != checksum(words) {
             return Err(SetFault::Checksum);
         }
+        // A mailbox may name an older record under a later number, but never one that was written
+        // after it.
         if !(1..=sequence).contains(&words[0]) {
             return Err(SetFault::Sequence);
         }
@@ -264,6 +270,8 @@ impl SetRecord {
         for (at, model) in ModelMask(words[1]).iter().enumerate() {
             let slot = (words[SLOTS + at / 8] >> (at % 8 * 8)) as u8;
             let version = Version(words[versions + at]);
+            // These would be indices into tables; a checksum that is right proves only that the
+            // sender wrote them.
             if usize::from(slot) >= MAX_SLOTS {
                 return Err(SetFault::Slot);
             }

@@ -98,6 +98,7 @@ impl HeaderPage {
     pub(crate) fn write_set(&self, record: u8, set: &SetRecord) {
         let (words, used) = set.encode();
         let cells = &self.sets[usize::from(record)].0;
+        // Relaxed: the store that lets a mailbox name this record is a release.
         for (to, word) in cells.iter().zip(&words[..used]) {
             to.store(*word, Ordering::Relaxed);
         }
@@ -107,6 +108,8 @@ impl HeaderPage {
     /// at the reader's head.
     pub(crate) fn read_set(&self, live: Live) -> Result<SetRecord, Error> {
         let cells = &self.sets[usize::from(live.record)].0;
+        // Not checked yet, but it counts bits of one word, so it stays within the record. A wrong
+        // one fails the checksum.
         let used = SetRecord::words_used(cells[1].load(Ordering::Relaxed));
         let mut words = [0; SET_WORDS];
         for (word, from) in words[..used].iter_mut().zip(cells) {
@@ -149,6 +152,7 @@ impl ModelPage {
     /// Writes the record of a slot that no reader holds.
     pub(crate) fn write_commit(&self, slot: u8, record: &CommitRecord) {
         let cells = &self.commits[usize::from(slot)].0;
+        // The digest of the version before must not be taken for this one's.
         cells.digest_of.store(0, Ordering::Relaxed);
         for (to, word) in cells.words.iter().zip(record.encode()) {
             to.store(word, Ordering::Relaxed);
@@ -189,6 +193,7 @@ impl ModelPage {
     /// The digest of the version in a pinned slot, if the sender has computed it.
     pub(crate) fn read_digest(&self, slot: u8, version: Version) -> Option<Digest> {
         let cells = &self.commits[usize::from(slot)].0;
+        // The sender makes digests after the send, if at all.
         if load_acquire(&cells.digest_of) != version.0 {
             return None;
         }
@@ -263,6 +268,8 @@ impl Control {
         versions: impl IntoIterator<Item = (usize, Version)>,
     ) {
         let before = self.loaded.load(Ordering::Relaxed);
+        // A remote reader's numbers come over links that replace each other, so an older one may
+        // come late.
         if sequence == 0 || sequence >= before {
             for (model, version) in versions {
                 self.versions[model].store(version.0, Ordering::Relaxed);

@@ -110,17 +110,22 @@ impl Slot {
     ) -> Result<Arc<MemoryMap>, Error> {
         self.map.usable()?;
         let mut private = self.private();
+        // Views that have ended may not be swept yet. What they wrote must not show in a new first
+        // view.
         let swept = private.sweep(snapshot);
         let map = match &private.map {
             Some(map) => map.clone(),
             None => {
                 let map = Arc::new(MemoryMap::private(self.fd.as_fd(), self.map.len())?);
+                // Without it, the whole mapping counts as written at each sweep.
                 private.pages = PageMap::open().ok();
                 private.map.insert(map).clone()
             }
         };
         private.views += 1;
+        // The views of one version share what is written, so one function is told.
         private.written = written.or(private.written.take());
+        // The function runs without the lock: it may use the version.
         drop(private);
         swept.notify();
         Ok(map)
@@ -131,6 +136,7 @@ impl Slot {
     pub(crate) fn take_back(&self) -> bool {
         let mut private = self.private();
         private.views -= 1;
+        // Also if other views are left: the last of them does not know what this one wrote.
         private.used = true;
         private.views == 0
     }
@@ -163,6 +169,7 @@ impl Swept {
 
 impl Private {
     fn sweep(&mut self, snapshot: &Snapshot) -> Swept {
+        // A new view has had the mapping swept already (`lend`), and may have written since.
         if self.views > 0 || !self.used {
             return Swept(None);
         }
@@ -173,6 +180,7 @@ impl Private {
                 let len = map.len();
                 let pages = self.pages.as_ref().and_then(|pages| pages.copied(map).ok());
                 let pages = pages.unwrap_or_else(|| std::iter::once(0..len).collect());
+                // Before the pages are restored, because that drops what was written.
                 let tensors = changed(map, snapshot, &pages);
                 if !pages.iter().all(|pages| map.restore(pages).is_ok()) {
                     // The memory may be locked. The next view gets a new mapping.
@@ -181,6 +189,7 @@ impl Private {
                 tensors
             }
         };
+        // Last: after a panic above it says that the mapping is still to be swept.
         self.used = false;
         let written = self.written.take().filter(|_| !tensors.is_empty());
         Swept(written.map(|written| (written, tensors)))
@@ -197,12 +206,14 @@ fn changed(map: &MemoryMap, snapshot: &Snapshot, pages: &[Range<usize>]) -> Vec<
     let mut next = 0;
     for pages in pages {
         // Both lists ascend.
+        // Tensors that end before these pages end before all later ones, too.
         while next < tensors.len() && end(next) <= pages.start {
             next += 1;
         }
         let mut index = next;
         while index < tensors.len() && (tensors[index].range.offset as usize) < pages.end {
             let start = pages.start.max(tensors[index].range.offset as usize);
+            // The part of the tensor on these pages; the `max` keeps an empty tensor's range valid.
             let part = start..pages.end.min(end(index)).max(start);
             if changed.last() != Some(&index) && map.differs(part.start, &image[part]) {
                 changed.push(index);

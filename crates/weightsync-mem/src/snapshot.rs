@@ -42,17 +42,21 @@ impl Snapshot {
         run: Run,
     ) -> Result<Self, Error> {
         let number = pin.slot;
+        // The slot is pinned, so neither its record nor its bytes change from here on. An early
+        // return drops the pin.
         let record = model.page().read_commit(number)?;
         let corrupt = |what| Err(Error::CorruptCommit { slot: number, what });
         if record.run != run {
             return corrupt("it belongs to another run");
         }
+        // A set record and a commit record that disagree: the bytes may be of either version.
         if record.version != pin.version {
             return corrupt("it is not of the version that the set names");
         }
         if record.layout != model.layout.id() {
             return corrupt("it names another layout");
         }
+        // `bytes` trusts this length, so it is compared with what the mapping was sized by.
         if record.bytes != model.layout.bytes() {
             return corrupt("its length is not the layout's");
         }
@@ -163,6 +167,7 @@ impl Snapshot {
     /// megabytes of a large one.
     pub fn digest_unless(&self, give_up: impl Fn() -> bool) -> Option<Digest> {
         const PART: usize = 4 << 20;
+        // In parts, because a large tensor takes seconds, and the caller may have to end.
         let mut digester = Digester::new(self.record.bytes);
         for (index, tensor) in self.model.layout.tensors().iter().enumerate() {
             for (part, bytes) in self.tensor_bytes(index).chunks(PART).enumerate() {
@@ -224,6 +229,7 @@ impl Snapshot {
         let start = unsafe { self.slot.map.as_ptr().add(shape.table_offset()) };
         // SAFETY: as in `bytes`.
         let table = unsafe { std::slice::from_raw_parts(start, shape.table_bytes()) };
+        // Checked first: a damaged table would blame blocks that are whole.
         if weightsync_simd::crc64(table) != self.record.checksum_table {
             let slot = self.pin.slot;
             return Err(Error::CorruptCommit {
@@ -259,6 +265,7 @@ impl Snapshot {
     /// took this snapshot: no other process writes the model's page, not even a forked child of the
     /// sender.
     pub fn publish_digest(&self, digest: Digest) -> bool {
+        // A reader maps the model's page read-only: its store would be a fault.
         let own =
             matches!(self.pin.book.owner, PinOwner::Sender(_)) && self.slot.map.usable().is_ok();
         if own {

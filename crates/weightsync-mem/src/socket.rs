@@ -123,6 +123,7 @@ impl Listener {
         loop {
             return match rustix::net::accept_with(&self.fd, flags) {
                 Ok(fd) => {
+                    // Before the process comes to its limit: other threads open files, too.
                     keep_files_free(&fd);
                     match Socket::with_checked_peer(fd)? {
                         None => continue,
@@ -133,6 +134,7 @@ impl Listener {
                 Err(Errno::MFILE) => Err(Error::TooManyFiles {
                     limit: limits::files(),
                 }),
+                // The next poll tells whether there is still a connection.
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(None),
                 Err(errno) => Err(os("accepting a reader")(errno)),
             };
@@ -149,7 +151,9 @@ impl AsFd for Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         // Fails only if it was shut down before.
+        // A close alone leaves the socket open in a forked child that has a copy.
         let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
+        // Workers in the queue wait for an answer, and nobody would ever read their hellos.
         while let Ok(fd) = rustix::net::accept_with(&self.fd, SocketFlags::CLOEXEC) {
             let _ = rustix::net::shutdown(&fd, Shutdown::Both);
         }
@@ -193,6 +197,7 @@ impl Socket {
                 let socket = Self::with_checked_peer(fd)?;
                 Ok(socket.filter(|socket| !socket.is_peer_dead()))
             }
+            // A full queue counts like no listener: the caller tries again until its deadline.
             Err(Errno::CONNREFUSED | Errno::AGAIN | Errno::INTR) => Ok(None),
             Err(errno) => Err(os("connecting to the sender")(errno)),
         }
@@ -200,6 +205,7 @@ impl Socket {
 
     /// `None` if the peer is known to be dead.
     fn with_checked_peer(fd: OwnedFd) -> Result<Option<Self>, Error> {
+        // The abstract namespace has no file modes, so any user can connect.
         let peer = peer_credentials(fd.as_fd())?;
         let own = rustix::process::geteuid().as_raw();
         if peer.uid != own {
@@ -211,6 +217,7 @@ impl Socket {
         let pidfd = match peer_pidfd(fd.as_fd(), peer.pid) {
             PeerProcess::Watched(pidfd) => Some(pidfd),
             PeerProcess::Unknown => None,
+            // The peer died after it had connected, and its child may hold the connection.
             PeerProcess::Gone => return Ok(None),
         };
         Ok(Some(Self {
@@ -246,6 +253,8 @@ impl Socket {
                 got: fds.len().to_string(),
             });
         }
+        // No thread waits for a peer that does not read. A peer that is gone is an answer here and
+        // not a signal that ends the process.
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         match rustix::net::sendmsg(&self.fd, &[IoSlice::new(bytes)], &mut ancillary, flags) {
             Ok(_) => Ok(true),
@@ -265,8 +274,11 @@ impl Socket {
         let mut bytes = [0; MAX_PACKET];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+        // Descriptors close on exec from the first moment: another thread may start a process.
         let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
         let got = loop {
+            // A packet that is longer is cut by the kernel. No message is that long, so it then
+            // fails to decode.
             let mut part = [IoSliceMut::new(&mut bytes)];
             match rustix::net::recvmsg(&self.fd, &mut part, &mut ancillary, flags) {
                 Ok(got) => break got,
@@ -284,6 +296,8 @@ impl Socket {
             })
             .flatten()
             .collect();
+        // The kernel does not say why it dropped descriptors. If this process cannot have one more,
+        // that was the reason.
         if got.flags.contains(ReturnFlags::CTRUNC) {
             return Err(match rustix::io::dup(&self.fd) {
                 Err(Errno::MFILE) => Error::TooManyFiles {

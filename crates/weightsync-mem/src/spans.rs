@@ -42,7 +42,9 @@ impl Spans {
             let (start, len) = (tensor.range.offset as usize, tensor.range.len as usize);
             let end = start + len;
             let block = start / CHECKSUM_BLOCK;
+            // The tensor does not fit into what is left of its block: it is cut at each border.
             if end > (block + 1) * CHECKSUM_BLOCK {
+                // What was collected comes before it, as spans are in order.
                 spans.extend(open.take());
                 let mut at = start;
                 while at < end {
@@ -56,6 +58,7 @@ impl Spans {
                 continue;
             }
             match &mut open {
+                // A small tensor joins those before it in the block, with the padding between them.
                 Some(span) if span.image.start / CHECKSUM_BLOCK == block => {
                     span.image.end = end;
                     span.tensors.end = index + 1;
@@ -112,6 +115,7 @@ impl SlotShape {
 
     /// Bytes of a slot's mapping, in whole pages.
     pub(crate) fn slot_bytes(&self) -> usize {
+        // At least a page: a mapping cannot be empty.
         (self.table_offset() + self.table_bytes())
             .max(1)
             .next_multiple_of(4096)
@@ -119,6 +123,7 @@ impl SlotShape {
 }
 
 fn joined(spans: &[Span]) -> Vec<Span> {
+    // Without a limit one large tensor would be one span, which a single thread would copy.
     const MOST: usize = 16 << 20;
     let mut joined: Vec<Span> = Vec::new();
     for span in spans {

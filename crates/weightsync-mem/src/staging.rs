@@ -100,6 +100,7 @@ impl<'a> StagingSlots<'a> {
         let mut places = Vec::with_capacity(layout.len());
         for tensor in layout.tensors() {
             let start = tensor.range.offset as usize;
+            // Padding is in no slice, so it keeps its zeros.
             let (_, tail) = rest.split_at_mut(start - at);
             let (place, tail) = tail.split_at_mut(tensor.range.len as usize);
             places.push(place);
@@ -129,6 +130,7 @@ impl<'a> StagingSlots<'a> {
     ) -> Result<(), Error> {
         let served = self.writer.shared.models[model].model.clone();
         let at = self.at(model);
+        // A write that fails midway leaves bytes that the old checksums do not fit.
         self.parts[at].checksums = false;
         let map = &self.parts[at].file.map;
         map.usable()?;
@@ -139,6 +141,8 @@ impl<'a> StagingSlots<'a> {
         if options.checksums {
             let table: Vec<u8> = sums.iter().flat_map(|sum| u64::to_le_bytes(*sum)).collect();
             let start = served.shape().table_offset();
+            // `part` takes every change for one of the image, so the checksums are marked valid
+            // after it.
             self.part(model, start..start + table.len())
                 .copy_from_slice(&table);
         }
@@ -181,6 +185,7 @@ impl<'a> StagingSlots<'a> {
     pub fn publish(mut self, targets: &Targets) -> Result<Publication, Error> {
         let shared = self.writer.shared.clone();
         shared.header.map.usable()?;
+        // Before the lock is taken, for which workers that join have to wait.
         for at in 0..self.parts.len() {
             self.parts[at].table = self.sums(at);
         }
@@ -205,9 +210,13 @@ impl<'a> StagingSlots<'a> {
                 checksum_block: part.table.map_or(0, |_| CHECKSUM_BLOCK as u64),
                 checksum_table: part.table.unwrap_or(0),
             };
+            // The record is in the page before any mailbox names the slot: a reader checks it as
+            // soon as it has its pin.
             model.page().write_commit(part.slot, &record);
         }
+        // The pins first: the decision gives out records that no reader holds.
         let records = shared.observe(&mut state);
+        // Before the first mailbox moves, so that no worker seems to have the version earlier.
         let at = Instant::now();
         let published = shared.decide(&mut state, |plan, steps| {
             plan.publish(&written, targets, records, steps)
@@ -227,6 +236,7 @@ impl<'a> StagingSlots<'a> {
                 ))
             }
             Err(crowded) => {
+                // The parts are still lent. Dropping `self` gives their slots back.
                 let slots = state.plan.slots(crowded.model);
                 drop(state);
                 Err(Error::SlotsExhausted {

@@ -37,6 +37,7 @@ impl WaitStyle {
         deadline: Deadline,
         mut look: impl FnMut() -> Option<T>,
     ) -> Option<T> {
+        // Once even if the deadline has come: a call with no time left still takes what is there.
         let found = look();
         if found.is_some() || self == Self::Sleep {
             return found;
@@ -74,12 +75,15 @@ pub(crate) fn poll_slice(polled: &mut [PollFd<'_>], deadline: Deadline) -> Resul
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
         // A poll whose deadline has come does not wait.
         let pause = match left {
+            // Such a poll asks no check, either.
             Some(Duration::ZERO) => left,
             left => interrupt::at_most(left)?,
         };
         match rustix::event::poll(polled, pause.map(timespec).as_ref()) {
+            // Only a slice is over. The check is asked, and the poll goes on.
             Ok(0) if pause != left => {}
             Ok(_) => return Ok(()),
+            // A signal, such as Ctrl-C: the check says whether it ends the wait.
             Err(Errno::INTR) => interrupt::ask()?,
             Err(errno) => return Err(os("waiting for the peer")(errno)),
         }
@@ -88,6 +92,7 @@ pub(crate) fn poll_slice(polled: &mut [PollFd<'_>], deadline: Deadline) -> Resul
 
 pub(crate) fn timespec(left: Duration) -> Timespec {
     Timespec::try_from(left).unwrap_or(Timespec {
+        // Longer than the kernel can count is as good as without a limit.
         tv_sec: i64::MAX,
         tv_nsec: 0,
     })
@@ -134,6 +139,8 @@ impl Watchers {
                 };
                 return lead.wait(bells, deadline, look);
             }
+            // Read before the look: a ring after the look changes it, and the wait below ends at
+            // once.
             let news = line.news;
             drop(line);
             if let Some(found) = look()? {
@@ -144,6 +151,7 @@ impl Watchers {
                 // The check runs without the lock.
                 let pause = interrupt::at_most(left)?;
                 let line = self.line();
+                // Either there is something to look at, or this thread must lead now.
                 if !line.led || line.news != news {
                     break;
                 }
@@ -153,6 +161,7 @@ impl Watchers {
                         let waited = self.changed.wait_timeout(line, left);
                         drop(waited.unwrap_or_else(PoisonError::into_inner));
                     }
+                    // Every ring ends this wait, and so does the end of the leader.
                     None => {
                         let waited = self.changed.wait(line);
                         drop(waited.unwrap_or_else(PoisonError::into_inner));
@@ -182,6 +191,8 @@ impl Lead<'_> {
         mut look: impl FnMut() -> Result<Option<T>, Error>,
     ) -> Result<Option<T>, Error> {
         loop {
+            // The sleep was announced before this look, so an event that comes later rings the
+            // bell.
             let found = look()?;
             if found.is_some() || passed(deadline) {
                 return Ok(found);
@@ -198,8 +209,11 @@ impl Lead<'_> {
 impl Drop for Lead<'_> {
     fn drop(&mut self) {
         let mut line = self.watchers.line();
+        // Withdrawn before another thread can lead. Otherwise this store could undo that thread's
+        // announcement, and it would sleep on.
         self.sleep.awake();
         line.led = false;
+        // The followers look again, and one of them leads.
         line.news += 1;
         drop(line);
         self.watchers.changed.notify_all();

@@ -124,6 +124,8 @@ impl EndNotice {
         let Some(seen) = self.seen.upgrade() else {
             return;
         };
+        // The function is there before this looks whether all is over. The watching thread sets
+        // `over` first and takes the function afterwards. So one of the two calls it, and only one.
         let mut end = seen.end.lock().unwrap_or_else(PoisonError::into_inner);
         *end = Some(Callback(Box::new(call)));
         drop(end);
@@ -165,6 +167,8 @@ impl ReaderInterrupter {
         if seen.book.header.usable().is_err() {
             return;
         }
+        // Stored before this asks who sleeps. The reader says that it sleeps before it looks at
+        // this flag: one of the two sees the other.
         seen.interrupted.store(true, Ordering::SeqCst);
         if !seen.asleep.load(Ordering::SeqCst) {
             return;
@@ -203,6 +207,7 @@ impl Watch {
     ) -> Result<Self, Error> {
         let call = Arc::new(Doorbell::new()?);
         let sweeps = Arc::new(Sweeps::new(call.clone()));
+        // Weak: snapshots, which hold the book, may outlive the reader and its thread.
         let _ = book.sweeps.set(SweepsOf(Arc::downgrade(&sweeps)));
         let seen = Arc::new(WatchState {
             book,
@@ -243,6 +248,8 @@ impl Watch {
     /// The models and mapped slots of these pins. A new slot nearly always arrives before a set
     /// that names it. It comes later if the kernel had no room for another descriptor in flight.
     pub(crate) fn slots(&self, pins: &[Pin], deadline: Deadline) -> Result<FoundSlots, Error> {
+        // The thread adds slots and tells of the end under this lock, so neither falls between look
+        // and wait.
         let mut known = self.seen.known();
         let mut pinned = Vec::with_capacity(pins.len());
         let mut waits = false;
@@ -255,6 +262,7 @@ impl Watch {
                     pinned.push((mapped.model.clone(), slot.clone()));
                     break;
                 }
+                // Only after the slots: those that arrived before the end still count.
                 if self.is_over() {
                     return Ok(FoundSlots::Over);
                 }
@@ -279,6 +287,8 @@ impl Watch {
                 }
                 let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
                 let pause = left.map_or(SLOT_PAUSE, |left| left.min(SLOT_PAUSE));
+                // A condition cannot wait for an interrupt too, so the wait is cut into short
+                // pauses.
                 let waited = self.seen.changed.wait_timeout(known, pause);
                 known = waited.unwrap_or_else(PoisonError::into_inner).0;
             }
@@ -342,12 +352,18 @@ impl Watch {
         deadline: Deadline,
     ) -> Result<(), Error> {
         let seen = &self.seen;
+        // First, because the thread that wakes this reader chooses the word by this number.
         seen.asking.store(question, Ordering::SeqCst);
         let word = seen.word()?;
         let sleep = &seen.book.control()?.sleep;
+        // The value comes before the last look. If the word changes after that look, the kernel
+        // finds another value and does not sleep.
         let value = futex::value(word);
+        // Two announcements: this one for the threads of this process, the next one for the sender.
         seen.asleep.store(true, Ordering::SeqCst);
         sleep.announce();
+        // None of these changes the word. A thread that sets one after this look finds the reader
+        // asleep, and wakes it.
         let quiet = || !self.is_over() && !self.is_interrupted() && !self.has_answer(question);
         let result = if still() && quiet() {
             futex::wait(word, value, deadline)

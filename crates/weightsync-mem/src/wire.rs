@@ -199,6 +199,8 @@ impl ReaderMessage {
                 device,
                 instance,
             } => {
+                // A reader's messages begin at 1, a sender's at 65. A packet that goes the wrong
+                // way is then of no known kind.
                 let mut packet = begin(1);
                 packet.extend_from_slice(secret);
                 packet.extend_from_slice(&worker.0.to_le_bytes());
@@ -248,6 +250,8 @@ impl ReaderMessage {
     pub fn decode(packet: &[u8]) -> Result<Self, Error> {
         let (kind, mut rest) = open(packet)?;
         let message = match kind {
+            // The fields are read in the order in which they are written here, which is that of the
+            // packet.
             1 => Self::Hello {
                 secret: rest.take()?,
                 worker: WorkerId(u32::from_le_bytes(rest.take()?)),
@@ -330,6 +334,7 @@ impl SenderMessage {
                 known,
             } => {
                 let mut packet = begin(69);
+                // The other end refuses a longer list.
                 let known = &known[..known.len().min(MAX_KNOWN)];
                 packet.extend_from_slice(&question.to_le_bytes());
                 packet.push(*model);
@@ -357,6 +362,7 @@ impl SenderMessage {
                 let id = rest.take()?;
                 let count = rest.number("1 to 64 models", 1..=MAX_MODELS as u8)?;
                 let models = rest.models()?;
+                // A reader makes tables of `count` rows and indexes them by these models.
                 if !models.without(ModelMask::first(count.into())).is_empty() {
                     let got = format!("{models:?} of {count}");
                     return Err(unexpected("models that the segment has", got));
@@ -418,6 +424,8 @@ fn begin(kind: u8) -> Vec<u8> {
 /// Checks the beginning that all packets share.
 fn open(packet: &[u8]) -> Result<(u8, Rest<'_>), Error> {
     let mut rest = Rest(packet);
+    // Before the version, so that another program's bytes do not pass for a weightsync of another
+    // version.
     let magic: [u8; 4] = rest.take()?;
     if magic != MAGIC {
         return Err(unexpected(
@@ -463,6 +471,7 @@ impl Rest<'_> {
 
     fn text(&mut self) -> Result<String, Error> {
         let len = usize::from(u16::from_le_bytes(self.take()?));
+        // The length comes from outside; a slice that is not there is an error and no panic.
         let text = self
             .0
             .split_off(..len)
@@ -510,6 +519,7 @@ impl Rest<'_> {
         let kind = self.number("a want of 0 to 2", 0..=2)?;
         let model = usize::from(self.model()?);
         let version = Version(u64::from_le_bytes(self.take()?));
+        // Each question has one form, and what it does not need is 0.
         match (kind, model, version.is_none()) {
             (0, 0, true) => Ok(Want::Newest),
             (1, _, false) => Ok(Want::AtLeast { model, version }),

@@ -141,6 +141,7 @@ impl SegmentWriter {
     ///
     /// If there is no such model, and in a forked child.
     pub fn slots(&self, model: usize) -> usize {
+        // The lock may be held by a thread that a forked child does not have.
         if let Err(error) = self.shared.header.map.usable() {
             panic!("{error}");
         }
@@ -179,6 +180,8 @@ impl SegmentWriter {
         // Dropping it returns the lent slots.
         let mut staging = StagingSlots::new(self, models.len());
         let (shared, parts) = staging.parts();
+        // Each look lends what it can. Slots that were lent stay in `parts` while this waits for
+        // the others.
         let mut look = || grow::lend(shared, models, parts, max_slots, deadline);
         let Some(mut why) = look()? else {
             return Ok(staging);
@@ -188,20 +191,26 @@ impl SegmentWriter {
             let until = match why {
                 // The thread that makes the slot ends this wait.
                 Shortage::Making => None,
+                // At that time another look requests a new slot.
                 Shortage::Until(at) => Some(at),
                 Shortage::Pinned | Shortage::Records if passed(deadline) => break,
                 Shortage::Pinned | Shortage::Records => deadline,
             };
+            // A look that finds the same shortage is no news. Another shortage may end at another
+            // time.
             let changed = shared.wait_until(until, || {
                 let short = look()?;
                 Ok((short != Some(why)).then_some(short))
             })?;
+            // Without a change, `until` has come: this look requests the slot, or finds the
+            // deadline over.
             match changed.map_or_else(&mut look, Ok)? {
                 Some(short) => why = short,
                 None => return Ok(staging),
             }
         }
         let waited = since.elapsed();
+        // Every model has its slot, so a record is what is missing.
         let Some(&model) = models.get(parts.len()) else {
             return Err(Error::AllRecordsHeld {
                 records: MAX_RECORDS,
@@ -248,6 +257,8 @@ impl SegmentWriter {
             shared.failure().take();
         }
         let met = shared.wait_until(deadline, || Ok(enough(&shared.attendance()).then_some(())))?;
+        // Only now, after the workers have mapped the first slot: to make the second one takes a
+        // core from them.
         shared.make_ahead(&mut shared.state());
         // Readers may have come without being admitted.
         if met.is_none()
@@ -297,6 +308,7 @@ impl SegmentWriter {
     pub fn release(&mut self, workers: &[WorkerId]) -> Result<(), Error> {
         self.shared.header.map.usable()?;
         let mut state = self.shared.state();
+        // The pins first: the releases may write records.
         let records = self.shared.observe(&mut state);
         self.shared.decide(&mut state, |plan, steps| {
             plan.release(workers, records, steps);
@@ -325,6 +337,7 @@ impl SegmentWriter {
     /// [`snapshot`](Self::snapshot).
     pub fn snapshot_for(&self, model: usize, targets: &Targets) -> Result<Option<Snapshot>, Error> {
         self.check(model)?;
+        // The lock is held until the pin is there, so the slot cannot be given out meanwhile.
         let state = self.shared.state();
         let sets: Vec<ModelSet> = match targets {
             Targets::Workers(workers) => {
@@ -340,6 +353,7 @@ impl SegmentWriter {
                 };
                 let workers = state.readers.keys().filter(with_model);
                 let sets = workers.map(|(worker, _)| state.plan.if_released(*worker));
+                // A worker that joins later gets this set.
                 [*state.plan.default_set()]
                     .into_iter()
                     .chain(sets)
@@ -366,6 +380,7 @@ impl SegmentWriter {
     pub fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>, Error> {
         self.check(model)?;
         let state = self.shared.state();
+        // Under the lock until the pin is there, as in `snapshot_for`.
         let Some(slot) = state.plan.find(model, version) else {
             return Ok(None);
         };
@@ -419,6 +434,7 @@ impl SegmentThreads {
         match service::start(shared.clone(), listener) {
             Ok(service) => Ok(Self([service, slots])),
             Err(error) => {
+                // The first thread waits for requests and must not outlive this error.
                 shared.close(Ending::Closed);
                 let _ = slots.join();
                 Err(error)

@@ -74,6 +74,7 @@ pub fn apply_onto(
     image: &mut [u8],
     scratch: &mut Scratch,
 ) -> Result<AppliedDelta, DeltaError> {
+    // Both are the same span, of the older and of the newer version.
     if base.len() != image.len() {
         return Err(DeltaError::Span {
             limit: base.len() as u64,
@@ -95,11 +96,14 @@ fn put_all(
     scratch: &mut Scratch,
 ) -> Result<AppliedDelta, DeltaError> {
     check_span(pattern, target.image.len())?;
+    // An empty delta: nothing changed, but a base that is elsewhere still has to come here.
     let Some(&tag) = delta.first() else {
         target.seed(0..target.image.len());
         return Ok(AppliedDelta::default());
     };
+    // Both ends find the width by the layout. Another one in the delta means another layout.
     check_width(tag, pattern)?;
+    // The two lowest bits of the first byte are the width, the others the codec.
     let taken = match tag & !3 {
         fast::TAG => by_width!(pattern, scratch, apply_fast(&delta[1..], &mut target)),
         thin::TAG => {
@@ -114,6 +118,7 @@ fn put_all(
         }
         _ => return Err(DeltaError::Codec { byte: tag }),
     }?;
+    // A delta says nowhere how long it is: it must end where its last block does.
     match delta.len() - 1 - taken {
         0 => Ok(target.applied),
         extra => Err(DeltaError::Trailing { extra }),
@@ -146,9 +151,11 @@ fn apply_fast<W: Word>(
         let here = begin..len.min(begin + block);
         let elements = here.len() / W::BYTES;
         let delta = delta.get(at..).unwrap_or_default();
+        // With a base each line is copied, so all of them are needed.
         let whole = target.base.is_some() || fast::is_dense(delta, elements);
         let mut ahead = match (&waiting, whole) {
             (_, true) => Ahead::all(&target.base.unwrap_or(target.image)[here.clone()]),
+            // Only a list says which lines the block before will touch.
             (Some((before, Places::Listed)), false) => {
                 Ahead::places::<W>(&target.image[Range::clone(before)], work.before.places())
             }
@@ -160,6 +167,8 @@ fn apply_fast<W: Word>(
             target.put(here, places, &work.before);
         }
         if whole {
+            // The lines that were fetched meanwhile are in the cache now, so the block is copied
+            // and changed in one pass.
             target.seed(here.clone());
             target.put(here, places, &work.now);
         } else {
@@ -168,6 +177,7 @@ fn apply_fast<W: Word>(
             std::mem::swap(&mut work.now, &mut work.before);
         }
     }
+    // Nothing is read after the last block, so it is put here.
     if let Some((here, places)) = waiting {
         target.put(here, places, &work.before);
     }
@@ -213,6 +223,7 @@ impl<'a> Ahead<'a> {
             Some((places, _)) => places.len(),
             None => self.block.len() / LINE_BYTES,
         };
+        // In proportion to what was read, so that the last lines are asked for with the last part.
         let done = of * parts / all;
         let these = std::mem::replace(&mut self.done, done)..done;
         match self.places {
@@ -246,6 +257,7 @@ impl<'a> SpanTarget<'a> {
 
     /// Brings the older version of these bytes here, if it is elsewhere.
     pub(super) fn seed(&mut self, here: Range<usize>) {
+        // Without a base the image holds the older version itself.
         if let Some(base) = self.base {
             self.image[here.clone()].copy_from_slice(&base[here]);
         }
@@ -262,6 +274,8 @@ impl<'a> SpanTarget<'a> {
             return;
         }
         self.applied.changes += changes.count as u64;
+        // The digest is a sum over lines: the old lines are taken out of it, and the new ones put
+        // in.
         let before = self.digest_of::<W>(&here, places, changes);
         put(&mut self.image[here.clone()], places, changes);
         if let Some([low, high]) = before {
@@ -282,6 +296,7 @@ impl<'a> SpanTarget<'a> {
         self.first_line?;
         if places == Places::Listed {
             self.lines.clear();
+            // Places ascend, so changes of one line follow each other.
             self.lines.resize(changes.count, 0);
             let mut count = 0;
             let mut last = u16::MAX;
@@ -301,6 +316,8 @@ impl<'a> SpanTarget<'a> {
         let block = &self.image[here.clone()];
         let first = self.first_line.unwrap_or_default() + (here.start / LINE_BYTES) as u64;
         match places {
+            // A bitmap touches nearly every line, and places of a thin delta are in no order. Then
+            // all of the block is summed.
             Places::Listed => digest_lines_at(block, &self.lines, first),
             _ => digest_lines(block, first),
         }
@@ -320,6 +337,7 @@ pub(super) fn put<W: Word>(block: &mut [u8], places: Places, changes: &BlockChan
 
 fn scatter<W: Word>(block: &mut [u8], places: &[u16], steps: &[W]) {
     for (&place, &step) in places.iter().zip(steps) {
+        // Steps are differences that wrap, so adding one restores the new bits exactly.
         let element = &mut block[usize::from(place) * W::BYTES..];
         W::read(element).plus(step).write(element);
     }

@@ -1,6 +1,7 @@
 //! Streams of bits: the lowest bit of a byte comes first.
 
 /// Most bits that are written or read at once.
+// Eight bytes from any bit on hold at least 56 bits: up to seven of the first byte are skipped.
 pub(super) const MOST: u32 = 56;
 
 /// Appends bits to bytes.
@@ -27,6 +28,7 @@ impl<'a> BitWriter<'a> {
     /// Writes the lowest `count` bits of `bits`, which has no others, at most [`MOST`].
     #[inline(always)]
     pub(super) fn put(&mut self, bits: u64, count: u32) {
+        // At most seven bits are left over from before, so 56 more fit.
         self.word |= bits << self.filled;
         self.filled += count;
         if self.at + 8 > self.out.len() {
@@ -47,6 +49,7 @@ impl<'a> BitWriter<'a> {
     /// Writes `zeros` zeros and a one.
     #[inline(always)]
     pub(super) fn put_unary(&mut self, mut zeros: u64) {
+        // There may be any number of zeros, but at most 56 bits are written at once.
         while zeros >= u64::from(MOST) {
             self.put(0, MOST);
             zeros -= u64::from(MOST);
@@ -59,6 +62,7 @@ impl<'a> BitWriter<'a> {
     #[inline(always)]
     pub(super) fn put_gamma(&mut self, number: u64) {
         let below = 63 - number.leading_zeros();
+        // The usual case: zeros, one and rest fit into one word.
         if below < MOST / 2 {
             let rest = number & !(1 << below);
             return self.put(1 << below | rest << (below + 1), 2 * below + 1);
@@ -71,6 +75,7 @@ impl<'a> BitWriter<'a> {
 
     /// Ends at the next whole byte.
     pub(super) fn finish(self) {
+        // The bytes behind were room for whole words.
         let used = self.at + usize::from(self.filled > 0);
         self.out.truncate(used);
     }
@@ -130,6 +135,7 @@ impl<'a> BitReader<'a> {
     /// A number as [`BitWriter::put_gamma`] writes it; `None` if none is of that length.
     #[inline(always)]
     pub(super) fn take_gamma(&mut self) -> Option<u64> {
+        // The length comes from outside: no number has more bits than this.
         let below = self.take_unary().filter(|below| *below < 64)? as u32;
         let low = self.take(below.min(32));
         let high = self.take(below.saturating_sub(32));
@@ -157,6 +163,7 @@ pub(super) fn bits_at(bytes: &[u8], at: usize) -> u64 {
             word.copy_from_slice(eight);
             u64::from_le_bytes(word)
         }
+        // Fewer than eight bytes are left.
         None => tail(bytes, first),
     };
     word >> (at % 8)

@@ -101,6 +101,7 @@ pub fn encode(
 ) -> Result<Encoded, DeltaError> {
     let elements = check_span(pattern, new.len())?;
     check_span(pattern, old.len())?;
+    // Two versions of one layout have spans of one length.
     if old.len() != new.len() {
         return Err(DeltaError::Span {
             limit: new.len() as u64,
@@ -121,6 +122,7 @@ pub fn encode(
             }
         }
     };
+    // Only the codec's first byte, or blocks without a change, were written.
     if changes == 0 {
         out.truncate(begin);
     }
@@ -147,6 +149,7 @@ fn fast<W: Word>(
     for (old, new) in old.chunks(block).zip(new.chunks(block)) {
         let now = &mut work.now;
         let (elements, masks) = (new.len() / W::BYTES, &mut now.masks);
+        // A wrong guess costs time and never bytes: the form below follows from the count.
         now.count = match as_bits {
             true => compare_dense(old, new, masks, &mut now.steps),
             false => compare(old, new, masks, &mut now.places, &mut now.steps),
@@ -154,6 +157,7 @@ fn fast<W: Word>(
         all += now.count;
         let listed = !as_bits;
         as_bits = places.as_bits(now.count, elements);
+        // Guessed wrong: the places were not found, and this block needs them.
         if !as_bits && !listed {
             ones(&masks[..elements.div_ceil(64)], &mut now.places);
         }

@@ -78,8 +78,10 @@ pub(super) fn read_block<W: Word>(
     let ends = DeltaError::Ends { at: bytes.len() };
     let (&head, rest) = bytes.split_first().ok_or(ends)?;
     changes.count = 0;
+    // The six other bits of a block's first byte: how many bits of a step are written as they are.
     let parameter = u32::from(head >> 2);
     let (taken, places) = match head & 3 {
+        // A parameter here would be a second form of the same block.
         NOTHING if parameter == 0 => {
             ahead.go(1, 1);
             (0, Places::None)
@@ -92,6 +94,7 @@ pub(super) fn read_block<W: Word>(
             read_bitmap(rest, elements, parameter, changes, ahead)?,
             Places::Masks,
         ),
+        // No encoder writes such a block.
         _ => {
             return Err(DeltaError::Malformed {
                 what: "a block of no known kind",
@@ -131,6 +134,7 @@ pub(super) enum Places {
 #[inline(always)]
 pub(super) fn split<W: Word>(step: W) -> (u64, u64) {
     let bits = step.widen();
+    // No step is 0, so its size is at least one, and only what is beyond that is written.
     let negative = bits >> (8 * W::BYTES - 1);
     let far = match negative {
         0 => bits,
@@ -158,6 +162,7 @@ fn low_bits(count: usize, elements: usize) -> u32 {
 
 /// How many of a step's lowest bits are written as they are: about as many as most have.
 fn step_bits<W: Word>(steps: &[W]) -> u32 {
+    // A sample is enough: a wrong guess costs a few bits, as longer steps have their own code.
     let some = &steps[..steps.len().min(64)];
     let lengths: u32 = some
         .iter()
@@ -170,9 +175,12 @@ fn write_gaps<W: Word>(changes: &mut BlockChanges<W>, elements: usize, out: &mut
     let count = changes.count;
     let (parts, highs) = (&mut changes.parts[..count], &mut changes.highs[..]);
     let (places, steps) = (&changes.places[..count], &changes.steps[..count]);
+    // In this order, as docs/deltas.md has it: low bits with signs, the rest of the gaps in unary,
+    // short parts of the steps, and what is above those.
     let low = low_bits(count, elements);
     let short = step_bits(steps);
     out.push(GAPS | (short as u8) << 2);
+    // It fits: where more than every second element changed, the block is a bitmap.
     out.extend_from_slice(&(count as u16).to_le_bytes());
 
     let mask = (1 << low) - 1;
@@ -184,13 +192,18 @@ fn write_gaps<W: Word>(changes: &mut BlockChanges<W>, elements: usize, out: &mut
     for ((part, high), &step) in parts.iter_mut().zip(&mut *highs).zip(steps) {
         let (negative, beyond) = split(step);
         let far = u16::from(beyond >> short != 0);
+        // One packed number for each change: the low bits of its gap, the sign, and whether more
+        // follows.
         *part = *high & mask | (negative as u16 | far << 1) << low;
         *high >>= low;
     }
     append(out, count * 2, |out| pack(parts, low + 2, out));
+    // A one for each change, and zeros for what is above the low bits: all gaps together are no
+    // longer than the block.
     let unary = count + (elements >> low);
     append(out, unary / 8 + 1, |out| pack_unary(&highs[..count], out));
     let bit = 1 << (low + 1);
+    // What the list held is written, so it takes the numbers of the far steps now.
     let far = find(parts, bit, bit, highs);
 
     let mut writer = BitWriter::new(out, count);
@@ -199,6 +212,8 @@ fn write_gaps<W: Word>(changes: &mut BlockChanges<W>, elements: usize, out: &mut
             writer.put(split(step).1 & ((1 << short) - 1), short);
         }
     }
+    // Far steps come last, so that those before have a fixed length and can be found by their
+    // index.
     for &at in &highs[..far] {
         writer.put_gamma(split(steps[usize::from(at)]).1 >> short);
     }
@@ -223,11 +238,13 @@ fn read_gaps<W: Word>(
     let ends = || DeltaError::Ends { at: bytes.len() };
     let (count, rest) = bytes.split_first_chunk::<2>().ok_or_else(ends)?;
     let count = usize::from(u16::from_le_bytes(*count));
+    // The lists have room for a block's elements and no more.
     if count == 0 || count > elements {
         return Err(DeltaError::Malformed {
             what: "a block with no change, or with more than it has elements",
         });
     }
+    // The reader below takes at most this many bits at once.
     if short >= 8 * W::BYTES as u32 || short > MOST {
         return Err(DeltaError::Malformed {
             what: "steps of more bits than an element has",
@@ -235,6 +252,7 @@ fn read_gaps<W: Word>(
     }
     let low = low_bits(count, elements);
     let packed = (count * (low as usize + 2)).div_ceil(8);
+    // Its length follows from the count, so what comes behind can be read at the same time.
     let (packed, rest) = rest.split_at_checked(packed).ok_or_else(ends)?;
 
     // Part by part, so that what is needed next comes from memory meanwhile.
@@ -251,6 +269,7 @@ fn read_gaps<W: Word>(
         unary = unpack_unary(rest, unary, highs).ok_or_else(ends)?;
         next = add_up(parts, highs, low, next, places);
         for (step, &part) in steps.iter_mut().zip(&*parts) {
+            // Its sign and a size of one; what is beyond that is added below.
             *step = join(u64::from(part >> low & 1), 0);
         }
         ahead.go(index + 1, all);
@@ -264,6 +283,8 @@ fn read_gaps<W: Word>(
     let unary = unary.div_ceil(8);
     let mut wide = BitReader::new(&rest[unary..]);
     let mut shorts = wide;
+    // Two readers: the short parts come first, and the rest of the far ones lies behind all of
+    // them.
     wide.seek(count * short as usize);
     if wide.is_past_the_end() {
         return Err(ends());
@@ -277,6 +298,8 @@ fn read_gaps<W: Word>(
     let far = find(&changes.parts[..count], bit, bit, &mut changes.highs);
     for &at in &changes.highs[..far] {
         let step = &mut changes.steps[usize::from(at)];
+        // Bits that the shift would push out, or more than a step has, are refused: a step has one
+        // form.
         let above = wide.take_gamma().ok_or_else(ends)?;
         let (negative, beyond) = split(*step);
         let beyond = above << short | beyond;
@@ -290,6 +313,7 @@ fn read_gaps<W: Word>(
     if wide.is_past_the_end() {
         return Err(ends());
     }
+    // Only now: until here the lists are not known to be valid.
     changes.count = count;
     Ok(bytes.len() - rest.len() + unary + wide.bytes())
 }
@@ -297,6 +321,8 @@ fn read_gaps<W: Word>(
 fn write_bitmap<W: Word>(changes: &mut BlockChanges<W>, elements: usize, out: &mut Vec<u8>) {
     let count = changes.count;
     let steps = &changes.steps[..count];
+    // By how the steps are spread: some wide steps are cheaper written whole than by wider codes
+    // for all.
     let bits = bitmap_bits(steps);
     out.push(BITMAP | (bits as u8) << 2);
     let begin = out.len();
@@ -305,7 +331,9 @@ fn write_bitmap<W: Word>(changes: &mut BlockChanges<W>, elements: usize, out: &m
     for (word, mask) in out[begin..].as_chunks_mut::<8>().0.iter_mut().zip(masks) {
         *word = mask.to_le_bytes();
     }
+    // Whole words were written, and the block may end within one.
     out.truncate(begin + elements.div_ceil(8));
+    // Codes of fewer than 16 bits go through the vector kernels.
     if bits < PACK_BITS {
         let codes = &mut changes.parts[..count];
         let escaped = zigzag(steps, 1 << bits, codes);
@@ -313,6 +341,7 @@ fn write_bitmap<W: Word>(changes: &mut BlockChanges<W>, elements: usize, out: &m
             pack(codes, bits, out)
         });
         if escaped > 0 {
+            // The places of a bitmap are in its masks, so the list is free for this.
             let escaped = find(codes, u16::MAX, 0, &mut changes.places);
             let begin = out.len();
             out.resize(begin + escaped * W::BYTES, 0);
@@ -325,6 +354,7 @@ fn write_bitmap<W: Word>(changes: &mut BlockChanges<W>, elements: usize, out: &m
         let mut writer = BitWriter::new(out, count * bits as usize / 8);
         for &step in steps {
             let code = step.zigzag().widen();
+            // 0 stands for a step that does not fit. Such steps follow whole, in order.
             writer.put(if code < 1 << bits { code } else { 0 }, bits);
         }
         writer.finish();
@@ -352,6 +382,7 @@ fn bitmap_bits<W: Word>(steps: &[W]) -> u32 {
         longer += 1;
     }
     let some = longer;
+    // Each step takes `bits`, and one that is longer takes a whole element as well.
     let costs = (1..wide.min(MOST)).map(|bits| {
         longer -= lengths[bits as usize];
         (some * bits + longer * wide, bits)
@@ -380,7 +411,9 @@ fn read_bitmap<W: Word>(
         word[..end.len()].copy_from_slice(end);
         *mask = u64::from_le_bytes(word);
     }
+    // How many steps follow is said by the bits alone.
     let (count, last) = (count_ones(masks), masks.last().copied().unwrap_or_default());
+    // Bits behind the last element would be counted as steps, and put nowhere.
     let behind = !elements.is_multiple_of(64) && last >> (elements % 64) != 0;
     if behind || bits == 0 || bits >= 8 * W::BYTES as u32 || bits > MOST {
         return Err(DeltaError::Malformed {
@@ -392,6 +425,7 @@ fn read_bitmap<W: Word>(
     let steps = &mut changes.steps[..count];
     if bits < PACK_BITS {
         let codes = &mut changes.parts[..count];
+        // A part begins at a whole byte: 64 codes of any width are whole bytes.
         let at_once = (count / PARTS).next_multiple_of(AT_ONCE).max(AT_ONCE);
         let all = count.div_ceil(at_once);
         let some = codes.chunks_mut(at_once).zip(steps.chunks_mut(at_once));
@@ -402,6 +436,7 @@ fn read_bitmap<W: Word>(
             ahead.go(index + 1, all);
         }
         let escapes = find(codes, u16::MAX, 0, &mut changes.places);
+        // The slice shrinks by what is taken; what is left of it belongs to the next block.
         let whole = escaped
             .split_off(..escapes * W::BYTES)
             .ok_or_else(ends)?

@@ -50,6 +50,7 @@ pub fn fold(
     for delta in [first, second] {
         let Some(&tag) = delta.first() else { continue };
         check_width(tag, pattern)?;
+        // A thin delta says where its changes are only to those who have the old values.
         if tag & !3 != fast::TAG {
             return Err(DeltaError::Codec { byte: tag });
         }
@@ -57,6 +58,7 @@ pub fn fold(
     let begin = out.len();
     let folded = by_width!(pattern, scratch, fold_as(elements, first, second, out));
     // A delta that changes nothing is empty, without the codec's byte.
+    // After an error nothing half written is left, either.
     if !matches!(folded, Ok(1..)) {
         out.truncate(begin);
     }
@@ -80,6 +82,7 @@ fn fold_as<W: Word>(
     for changes in [&mut *now, &mut *before, &mut *sum] {
         changes.reserve();
     }
+    // `None` for an empty delta: it has no blocks to read.
     let (mut first, mut second) = (first.get(1..), second.get(1..));
     let mut changes = 0;
     fast::begin::<W>(out);
@@ -90,6 +93,7 @@ fn fold_as<W: Word>(
             next(&mut second, elements, now)?,
         ];
         let is_list = |places: &Places| matches!(places, Places::None | Places::Listed);
+        // A bitmap has no list, and many changes merge more slowly than a block is filled.
         let few = (before.count + now.count) * FEW <= elements;
         if few && places.iter().all(is_list) {
             merge(before, now, sum);
@@ -100,6 +104,8 @@ fn fold_as<W: Word>(
             nothing.resize(bytes.max(nothing.len()), 0);
             block.clear();
             block.resize(bytes, 0);
+            // Steps add up: what both make of zeros is the sum, and a change that was undone is
+            // zero again.
             put(block, places[0], before);
             put(block, places[1], now);
             let (masks, at, steps) = (&mut sum.masks, &mut sum.places, &mut sum.steps);
@@ -109,6 +115,7 @@ fn fold_as<W: Word>(
         }
         changes += sum.count as u64;
     }
+    // Both deltas must end with their last block.
     for rest in [first, second].into_iter().flatten() {
         if !rest.is_empty() {
             return Err(DeltaError::Trailing { extra: rest.len() });
@@ -149,6 +156,7 @@ fn merge<W: Word>(first: &BlockChanges<W>, second: &BlockChanges<W>, sum: &mut B
                 step = step.plus(*more);
             }
         }
+        // A step of nothing is no change, and a delta must not have one.
         if step != W::default() {
             sum.push(place, step);
         }

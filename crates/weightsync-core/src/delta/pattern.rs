@@ -59,9 +59,11 @@ impl BitPattern {
     pub fn of_span(layout: &Layout, start: u64) -> Self {
         let end = layout.bytes().min(start.saturating_add(super::SPAN));
         let tensors = layout.tensors();
+        // Tensors lie in order, so the first that reaches into the span is found by halving.
         let first = tensors.partition_point(|tensor| tensor.range.end() <= start);
         let mut bytes: Vec<(Self, u64)> = Vec::new();
         for tensor in tensors[first..].iter().take_while(|t| t.range.offset < end) {
+            // Only what lies in this span; padding counts for no dtype.
             let here = tensor.range.end().min(end) - tensor.range.offset.max(start);
             let pattern = Self::of(tensor.dtype);
             match bytes.iter_mut().find(|(known, _)| *known == pattern) {
@@ -73,6 +75,7 @@ impl BitPattern {
         let most = bytes.iter().map(|(_, bytes)| *bytes).max();
         let of_most = bytes.iter().find(|(_, bytes)| Some(*bytes) == most);
         let pattern = of_most.map_or(Self::of(Dtype::U8), |(pattern, _)| *pattern);
+        // A span is read as whole elements. Bytes always fit.
         match (end - start).is_multiple_of(u64::from(pattern.width)) {
             true => pattern,
             false => Self::of(Dtype::U8),

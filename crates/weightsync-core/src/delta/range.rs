@@ -33,6 +33,7 @@ impl Bit {
 
     #[inline(always)]
     fn learn(&mut self, bit: bool) {
+        // The quick one follows within some 16 bits, the slow one within some 128.
         for (estimate, rate) in [(&mut self.quick, 4), (&mut self.slow, 7)] {
             if bit {
                 *estimate -= *estimate >> rate;
@@ -66,6 +67,7 @@ impl<'a> RangeEncoder<'a> {
 
     #[inline(always)]
     pub(super) fn put(&mut self, model: &mut Bit, bit: bool) {
+        // Encoder and decoder compute this from the same bits before, so both learn alike.
         let bound = (self.range >> 15) * model.zero();
         if bit {
             self.low += u64::from(bound);
@@ -74,6 +76,7 @@ impl<'a> RangeEncoder<'a> {
             self.range = bound;
         }
         model.learn(bit);
+        // The range is kept above 24 bits, so that no share of it rounds to nothing.
         while self.range < 1 << 24 {
             self.range <<= 8;
             self.shift();
@@ -81,6 +84,8 @@ impl<'a> RangeEncoder<'a> {
     }
 
     fn shift(&mut self) {
+        // A carry reaches the byte that is held, and turns the 0xff behind it into zeros. A byte
+        // that is not 0xff stops every later carry.
         let (carry, byte) = (self.low >> 32 != 0, (self.low >> 24) as u8);
         if carry || byte != 0xff {
             if let Some(held) = self.held {
@@ -124,6 +129,7 @@ impl<'a> RangeDecoder<'a> {
             range: u32::MAX,
             code: 0,
         };
+        // As many bytes as the code holds. A part without bits has none, and reads zeros.
         for _ in 0..4 {
             decoder.shift();
         }
@@ -155,6 +161,7 @@ impl<'a> RangeDecoder<'a> {
 
     #[inline(always)]
     fn shift(&mut self) {
+        // The encoder leaves zeros at its end out.
         let byte = self.bytes.get(self.at).copied().unwrap_or(0);
         self.at += 1;
         self.code = self.code << 8 | u32::from(byte);

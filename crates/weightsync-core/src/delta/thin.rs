@@ -56,7 +56,9 @@ pub(super) fn encode<W: Word>(
     out: &mut Vec<u8>,
 ) -> usize {
     work.now.reserve();
+    // What an earlier span left must not be taken for this one's.
     lists.clear(old.len() / W::BYTES);
+    // Classes come from the old values, which the decoder has as well.
     let exponents = exponents::<W>(pattern, old);
     let mut totals = [0; CLASSES];
     let mut count = 0;
@@ -68,8 +70,11 @@ pub(super) fn encode<W: Word>(
         let of_each = &mut lists.classes[..old.len() / W::BYTES];
         classes::<W>(old, exponents, of_each);
         let ranks = &mut lists.block[..now.count];
+        // A rank is an element's number among all of its class in the span, so the totals go on
+        // from block to block.
         rank(of_each, now.places(), &mut totals, ranks);
         for ((&place, &step), &rank) in now.places().iter().zip(now.steps()).zip(ranks.iter()) {
+            // A class is always below this; the remainder spares a check of the bounds.
             let class = usize::from(of_each[usize::from(place)]) % CLASSES;
             lists.ranks[class].push(rank);
             lists.steps[class].push(step.widen());
@@ -83,6 +88,8 @@ pub(super) fn encode<W: Word>(
 /// The highest exponent that more than a few of the elements have.
 fn exponents<W: Word>(pattern: BitPattern, old: &[u8]) -> Exponents {
     let mut found = [0_u32; 2048];
+    // About 2048 elements are looked at: the top only has to be about right, as it travels with the
+    // delta.
     let stride = (old.len() / W::BYTES / 2048).max(1);
     let some = old.chunks_exact(W::BYTES).step_by(stride);
     let few = some.len() as u32 / 256;
@@ -106,6 +113,8 @@ fn write<W: Word>(
     out.push(TAG | W::BYTES.trailing_zeros() as u8);
     out.extend_from_slice(&(top as u16).to_le_bytes());
     for ranks in &lists.ranks {
+        // All counts come first, so that a reader knows before it allocates how many changes there
+        // are.
         put_number(ranks.len() as u64, out);
     }
     // The start of the plain bits is known once the other bits are written.
@@ -116,11 +125,13 @@ fn write<W: Word>(
     let mut plain = BitWriter::new(&mut lists.plain, count * 2);
     let mut coder = RangeEncoder::new(out);
     for (ranks, steps) in lists.ranks.iter().zip(&lists.steps) {
+        // Each class learns for itself: small weights change far more often than large ones.
         let mut gaps = Split::new(mean(count, elements));
         let mut sizes = Split::new(0);
         let mut next = 0;
         for (&rank, &step) in ranks.iter().zip(steps) {
             gaps.put(u64::from(rank - next), &mut coder, &mut plain);
+            // Two changes never have one rank, so the gap counts from behind the last.
             next = rank + 1;
             let (negative, beyond) = split(W::narrow(step));
             plain.put(negative, 1);
@@ -150,7 +161,9 @@ pub(super) fn apply<W: Word>(
     let elements = target.image.len() / W::BYTES;
     work.now.reserve();
     lists.clear(elements);
+    // The whole delta is decoded before the first element changes.
     let (top, taken) = read::<W>(lists, elements, delta)?;
+    // The top comes from outside, and the classes are computed from it.
     if top > pattern.top() {
         return Err(DeltaError::Malformed {
             what: "an exponent that no element has",
@@ -163,6 +176,7 @@ pub(super) fn apply<W: Word>(
     let mut put = [0; CLASSES];
     for begin in (0..len).step_by(block) {
         let here = begin..len.min(begin + block);
+        // Block by block: the old values are needed for the classes, and are changed right after.
         target.seed(here.clone());
         let old = &target.image[here.clone()];
         let of_each = &mut lists.classes[..old.len() / W::BYTES];
@@ -172,6 +186,7 @@ pub(super) fn apply<W: Word>(
         now.count = select(of_each, &ranks, &mut totals, &mut found, places);
         for (place, step) in now.places[..now.count].iter().zip(&mut now.steps) {
             let class = usize::from(of_each[usize::from(*place)]) % CLASSES;
+            // Changes of a class are found in ascending order, which is that of its steps.
             *step = W::narrow(lists.steps[class][put[class]]);
             put[class] += 1;
         }
@@ -183,6 +198,7 @@ pub(super) fn apply<W: Word>(
         .all(|(ranks, found)| ranks.len() == found);
     match all {
         true => Ok(taken),
+        // The base is not the one that the delta was made from, and the span is changed in part.
         false => Err(DeltaError::Base {
             what: "fewer elements of a class than changes in it",
         }),
@@ -204,6 +220,7 @@ fn read<W: Word>(
         *each = take_number(&mut rest).ok_or_else(ends)?;
         count = count.saturating_add(*each);
     }
+    // Before anything is reserved: the counts are claims.
     if count > elements {
         return Err(DeltaError::Malformed {
             what: "more changes than there are elements",
@@ -223,6 +240,7 @@ fn read<W: Word>(
         for _ in 0..of_class {
             let gap = gaps.take(&mut coder, &mut plain).ok_or_else(ends)?;
             next = next.saturating_add(gap);
+            // No class has more elements than the span.
             if next >= elements as u64 {
                 let got = next;
                 return Err(DeltaError::Place { elements, got });
@@ -238,6 +256,7 @@ fn read<W: Word>(
             steps.push(join::<W>(negative, beyond).widen());
             next += 1;
         }
+        // Bits behind the end read as zeros, so it is enough to look once for each class.
         if plain.is_past_the_end() {
             return Err(ends());
         }
@@ -286,10 +305,12 @@ impl Split {
     #[inline(always)]
     fn put(&mut self, number: u64, coder: &mut RangeEncoder<'_>, plain: &mut BitWriter<'_>) {
         let low = self.low();
+        // So many ones, each by a model that has learned how often numbers go on.
         let times = number >> low;
         for stage in 0..times.min(LONG) as usize {
             coder.put(&mut self.goes_on[stage.min(STAGES - 1)], true);
         }
+        // A very long number would take a one for each of its times.
         if times < LONG {
             coder.put(&mut self.goes_on[(times as usize).min(STAGES - 1)], false);
         } else {
@@ -303,12 +324,14 @@ impl Split {
     fn take(&mut self, coder: &mut RangeDecoder<'_>, plain: &mut BitReader<'_>) -> Option<u64> {
         let low = self.low();
         let mut times = 0_u64;
+        // As `put` writes it, with the same models in the same order.
         while times < LONG && coder.take(&mut self.goes_on[(times as usize).min(STAGES - 1)]) {
             times += 1;
         }
         if times == LONG {
             times = (plain.take_gamma()? - 1).checked_add(LONG)?;
         }
+        // The number comes from outside: one that does not fit 64 bits is refused.
         let number = times.checked_shl(low).filter(|high| high >> low == times)?;
         let number = number | plain.take(low);
         self.learn(number);
@@ -328,6 +351,7 @@ fn put_number(mut number: u64, out: &mut Vec<u8>) {
 /// The number at the start of `bytes`, of at most five bytes.
 fn take_number(bytes: &mut &[u8]) -> Option<usize> {
     let mut number = 0;
+    // Five bytes hold 35 bits, more than any count of a span.
     for shift in (0..35).step_by(7) {
         let byte = *bytes.split_off_first()?;
         number |= usize::from(byte & 0x7f) << shift;

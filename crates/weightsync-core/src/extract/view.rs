@@ -7,12 +7,14 @@ impl<'a> TensorRef<'a> {
     /// dimension with fewer than two elements has no next one, and 0 here.
     pub fn strides(&self) -> Option<Vec<i64>> {
         let size = self.dtype.bytes()? as isize;
+        // Dimensions of one element, and all of an empty tensor, keep 0.
         let mut strides = vec![0; self.shape.len()];
         if self.elements == 0 {
             return Some(strides);
         }
         // Dimensions that walk through memory as one were joined: taken apart again from within.
         let mut joined = self.dims.iter().rev().map(|dim| (dim.len, dim.stride));
+        // A contiguous tensor has no dimensions here: all its elements are one row.
         let (mut left, mut stride) = joined.next().unwrap_or((self.elements, size));
         for (own, &len) in strides.iter_mut().zip(self.shape).rev() {
             if len < 2 {
@@ -21,6 +23,7 @@ impl<'a> TensorRef<'a> {
             *own = (stride / size) as i64;
             left /= len as usize;
             stride = stride.wrapping_mul(len as isize);
+            // All that was joined is taken apart: the next dimension out begins.
             if left == 1 {
                 (left, stride) = joined.next().unwrap_or((1, size));
             }
@@ -77,16 +80,19 @@ impl<'a> TensorRef<'a> {
         let mut lens = vec![None; self.shape.len()];
         for (&dim, &len) in order.iter().zip(shape) {
             match lens.get_mut(dim) {
+                // A dimension that is named twice would have two lengths.
                 Some(free @ None) => *free = Some(len),
                 _ => return Err(none()),
             }
         }
         for ((&start, len), &own) in starts.iter().zip(lens).zip(self.shape) {
+            // A dimension that `order` leaves out is taken at its start, as if its length were 1.
             let end = start.checked_add(len.unwrap_or(1));
             if end.is_none_or(|end| end > own) {
                 return Err(none());
             }
         }
+        // An empty view has no first element whose place could be computed.
         if self.elements == 0 || shape.contains(&0) {
             return TensorRef::new(dtype, shape, &[]);
         }
@@ -95,6 +101,7 @@ impl<'a> TensorRef<'a> {
             (self.start as i64) / (size_of_one(self)),
             |at, (&start, &stride)| at.wrapping_add((start as i64).wrapping_mul(stride)),
         );
+        // `strided` checks all of it again, against the data.
         let strides: Vec<i64> = order.iter().map(|&dim| strides[dim]).collect();
         TensorRef::strided(dtype, shape, &strides, offset as u64, self.data)
     }

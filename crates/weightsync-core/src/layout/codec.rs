@@ -55,11 +55,13 @@ impl Layout {
         if count > reader.remaining() / MIN_TENSOR_BYTES {
             return Err(reader.malformed("fewer bytes than that many tensors need"));
         }
+        // The builder checks each tensor and lays it out, as for a layout that is made here.
         let mut builder = LayoutBuilder::with_capacity(count);
         for _ in 0..count {
             let (name, dtype, shape) = reader.tensor()?;
             builder.push(name, dtype, shape)?;
         }
+        // Two inputs with one result would be two encodings of one layout, with two ids.
         if reader.remaining() > 0 {
             return Err(reader.malformed("bytes after the last tensor"));
         }
@@ -68,6 +70,7 @@ impl Layout {
 }
 
 pub(super) fn encode(tensors: &[TensorSpec]) -> Vec<u8> {
+    // A guess at the usual length of a name, a dtype and a shape.
     let mut bytes = Vec::with_capacity(MAGIC.len() + 6 + tensors.len() * 48);
     bytes.extend_from_slice(&MAGIC);
     bytes.push(FORMAT);
@@ -106,6 +109,7 @@ impl<'a> LayoutReader<'a> {
             .to_owned();
         let dtype = Dtype::from_code(self.byte()?)
             .ok_or_else(|| self.malformed_at(self.offset - 1, "an unknown dtype"))?;
+        // Bounded before the shape is allocated.
         let rank = self.length("dimensions of a tensor", MAX_RANK)?;
         let shape = (0..rank).map(|_| self.varint()).collect::<Result<_, _>>()?;
         Ok((name, dtype, shape))
@@ -129,11 +133,14 @@ impl<'a> LayoutReader<'a> {
         for shift in (0..64).step_by(7) {
             let byte = self.byte()?;
             let bits = u64::from(byte & 0x7f);
+            // Nine groups are 63 bits, so the tenth has room for one more.
             if shift == 63 && byte > 1 {
                 break;
             }
             value |= bits << shift;
             if byte < 0x80 {
+                // A last group of zeros adds nothing: the number has a shorter form, and a layout
+                // has only one encoding.
                 if byte == 0 && shift > 0 {
                     return Err(self.malformed_at(
                         start,

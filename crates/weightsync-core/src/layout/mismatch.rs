@@ -84,6 +84,8 @@ impl Layout {
         let mut mismatch = LayoutMismatch::default();
         for tensor in expected.tensors() {
             let name = || tensor.name.clone();
+            // By name, not by position: one tensor too many would otherwise make all after it
+            // differ.
             let Some(other) = got.tensor(&tensor.name) else {
                 mismatch.missing.push(name());
                 continue;
@@ -109,6 +111,7 @@ impl Layout {
             .filter(|tensor| expected.index_of(&tensor.name).is_none())
             .map(|tensor| tensor.name.clone())
             .collect();
+        // With different names an order says nothing.
         if mismatch.missing.is_empty() && mismatch.unknown.is_empty() {
             mismatch.order = first_order_difference(expected, got);
         }
@@ -161,6 +164,7 @@ impl LayoutMismatch {
 
     /// The sides whose names have parts of wrappers, if nothing else differs in the names.
     fn wrapped(&self) -> Vec<Wrapped> {
+        // Sorted by what is left without the parts of wrappers, the names of both sides pair up.
         let by_bare = |names: &'_ [String]| {
             let mut names: Vec<_> = names
                 .iter()
@@ -171,6 +175,7 @@ impl LayoutMismatch {
         };
         let (expected, got) = (by_bare(&self.missing), by_bare(&self.unknown));
         let same = expected.iter().map(|(bare, _)| bare);
+        // Something else differs as well, so a hint about wrappers would lead astray.
         if !same.eq(got.iter().map(|(bare, _)| bare)) {
             return Vec::new();
         }
@@ -266,10 +271,12 @@ impl Wrapped {
         let is_of = |part: &&str| parts.iter().any(|(one, _)| one == part);
         let inside = |name: &'_ str| {
             let all: Vec<_> = name.split('.').collect();
+            // The module inside begins behind the last part of a wrapper.
             let last = all.iter().rposition(&is_of)?;
             Some(all[..=last].join("."))
         };
         let (first, _) = pairs.first()?;
+        // A hint at one module is right only if every name is inside of it.
         let same = inside(first).filter(|first| {
             let mut names = pairs.iter().map(|(own, _)| inside(own));
             names.all(|one| one.as_ref() == Some(first))

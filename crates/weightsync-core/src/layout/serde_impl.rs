@@ -11,6 +11,7 @@ use crate::dtype::Dtype;
 
 impl Serialize for Layout {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        // The canonical encoding, so that the bytes have the id that the layout has.
         if !serializer.is_human_readable() {
             return serializer.serialize_bytes(&self.encode());
         }
@@ -38,6 +39,7 @@ impl<'de> Deserialize<'de> for Layout {
         if deserializer.is_human_readable() {
             deserializer.deserialize_seq(TensorList)
         } else {
+            // Some formats give bytes one by one: the visitor takes both.
             deserializer.deserialize_bytes(LayoutVisitor)
         }
     }

@@ -11,6 +11,7 @@ use crate::layout::{self, ByteRange, Layout};
 /// Checks the parts against the layout, in time `n log n` of the number of ranges.
 pub(super) fn check(layout: &Layout, parts: &[Part]) -> Result<(), Error> {
     layout::within("writers of a version", parts.len(), MAX_WRITERS)?;
+    // The sum is bounded too: what follows allocates and sorts all ranges together.
     let count = parts.iter().map(|part| part.ranges.len()).sum();
     layout::within("ranges in a manifest", count, MAX_RANGES)?;
     let mut writers = HashSet::with_capacity(parts.len());
@@ -27,7 +28,9 @@ pub(super) fn check(layout: &Layout, parts: &[Part]) -> Result<(), Error> {
         }
     }
     // From here on every range ends within the layout, so no sum overflows.
+    // By offset, so that overlaps and gaps show between neighbours.
     ranges.sort_unstable();
+    // Overlaps before gaps: the walk over the gaps relies on ranges that do not overlap.
     check_disjoint(&ranges)?;
     check_cover(layout, &ranges)
 }
@@ -76,6 +79,8 @@ fn check_cover(layout: &Layout, sorted: &[(ByteRange, WriterId)]) -> Result<(), 
     for tensor in layout.tensors() {
         let mut written_to = tensor.range.offset;
         while written_to < tensor.range.end() {
+            // Ranges that end here cover earlier tensors or padding only. The others may reach over
+            // several tensors.
             while ranges.next_if(|range| range.end() <= written_to).is_some() {}
             // The next part begins at or before `written_to`, or leaves a gap.
             let next = ranges.peek().copied();

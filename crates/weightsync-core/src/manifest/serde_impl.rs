@@ -59,6 +59,7 @@ impl<'de> Deserialize<'de> for Manifest {
 }
 
 fn parse(read: ReadManifest) -> Result<Manifest, Error> {
+    // Before everything else: another format may mean other things by the same names.
     if read.format != FORMAT {
         return Err(Error::UnknownFormat {
             what: "manifest",
@@ -73,5 +74,6 @@ fn parse(read: ReadManifest) -> Result<Manifest, Error> {
             got: read.layout.id(),
         });
     }
+    // The checks of a manifest that is made here hold for one that was read, too.
     Manifest::new(read.layout, read.run, read.version, read.digest, read.parts)
 }

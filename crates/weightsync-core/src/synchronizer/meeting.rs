@@ -7,6 +7,7 @@ use super::{ExplorerState, Meeting, Style, SyncEffect, SyncOutcome, Synchronizer
 impl Synchronizer {
     /// Ends the meeting as it stands, and answers the trainer.
     pub(super) fn abandon(&mut self, outcome: SyncOutcome, effects: &mut Vec<SyncEffect>) {
+        // Taken first: ending the waits below must not find the meeting open.
         let Some(meeting) = self.trainer.as_mut().and_then(|one| one.meeting.take()) else {
             return;
         };
@@ -22,6 +23,7 @@ impl Synchronizer {
         effects: &mut Vec<SyncEffect>,
     ) {
         for (party, own) in meeting.invited.iter().flatten() {
+            // Those with an outcome were answered when it came.
             if own.is_none() {
                 self.end(*party, outcome, effects);
             }
@@ -40,6 +42,7 @@ impl Synchronizer {
         let loaded = all
             .values()
             .any(|one| matches!(one, SyncOutcome::Synced(_)));
+        // One explorer is enough: the version exists, and the others may get it later.
         if loaded {
             trainer.synced = meeting.step;
         }
@@ -55,15 +58,21 @@ impl Synchronizer {
             return;
         }
         let asking = self.asking();
+        // An explorer that was left out of a meeting waits for the next. If the others come much
+        // later, it would wait as long.
         let left_out = asking.iter().any(|party| self.is_behind(*party));
+        // One that evaluates comes to no meeting, so nobody waits for it.
         let there = || self.explorers.values().filter(|one| !one.paused);
         let is_fixed = |style: Style| matches!(style, Style::Fixed { .. });
+        // With nobody there to wait for, the meeting begins and ends at once.
         let some = !asking.is_empty() || there().next().is_none();
         let ready = |style| match style {
             Style::Fixed { .. } => {
                 let mut fixed = there().filter(|one| is_fixed(one.style));
                 left_out || some && fixed.all(ExplorerState::is_asking)
             }
+            // An explorer has asked for this meeting. If it is gone by now, the trainer need not
+            // wait for another.
             Style::ByExplorer { .. } => true,
             _ => some,
         };
@@ -78,10 +87,12 @@ impl Synchronizer {
         for party in &asking {
             let explorer = self.explorers.get_mut(party);
             if let Some(wait) = explorer.and_then(|explorer| explorer.wait.as_mut()) {
+                // From here on they wait for this version, and are no longer among those that ask.
                 wait.told = Some(meeting.version);
             }
         }
         meeting.invited = Some(asking.iter().map(|party| (*party, None)).collect());
+        // Without explorers there is nothing to send, and `end_meeting` answers the trainer.
         if !asking.is_empty() {
             effects.push(SyncEffect::Meet(party, meeting.version, asking));
         }
@@ -95,6 +106,7 @@ impl Synchronizer {
         };
         let trainer = self.trainer.as_mut();
         if let Some(meeting) = trainer.and_then(|trainer| trainer.meeting.take_if(over)) {
+            // All have an outcome, so the one given here is used for none.
             self.answer(meeting, SyncOutcome::TrainerLeft, effects);
         }
     }

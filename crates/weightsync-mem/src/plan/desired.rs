@@ -88,13 +88,17 @@ impl Desired {
             self.apply(update, targets);
             return Ok(());
         }
+        // Tried on a copy, because a refusal must change nothing.
         let mut next = self.clone();
         next.apply(update, targets);
         let crowded = |next: &Self| {
             let mut models = update.models().iter();
+            // With every slot kept for somebody, the next version would have none, for ever.
             models.find(|&model| next.slots(model).len() >= MAX_SLOTS)
         };
         while let Some(model) = crowded(&next) {
+            // Only the history gives way, the oldest set first. The sets that workers should run
+            // stay.
             if next.history.pop_back().is_none() {
                 return Err(SlotsExhausted { model });
             }
@@ -106,6 +110,7 @@ impl Desired {
     /// Holds a worker at the set that it should run now.
     pub(super) fn hold(&mut self, worker: WorkerId) {
         let set = self.for_worker(worker);
+        // A worker that is held already stays at the set of its first hold.
         self.held.entry(worker).or_insert(set);
     }
 
@@ -130,11 +135,15 @@ impl Desired {
     fn apply(&mut self, update: &ModelSet, targets: &Targets) {
         match targets {
             Targets::All => {
+                // The set before the first publication is no set that a worker could ask for.
                 if self.history_limit > 0 && !self.default.is_empty() {
                     self.history.push_front(self.default);
                 }
+                // Models that were not sent keep their versions.
                 self.default.lay(update);
                 self.forget();
+                // What single workers were sent of these models ends here: they follow the others
+                // again.
                 self.overrides.retain(|_, own| {
                     own.remove(update.models());
                     !own.is_empty()
@@ -142,6 +151,8 @@ impl Desired {
             }
             Targets::Workers(workers) => {
                 for worker in workers {
+                    // Of models that are not in its own set, the worker goes on following the
+                    // default.
                     let own = self.overrides.entry(*worker).or_insert(ModelSet::EMPTY);
                     own.lay(update);
                 }
@@ -154,6 +165,7 @@ impl Desired {
     fn forget(&mut self) {
         let mut newest = [(Version::NONE, 0); MAX_MODELS];
         for (model, entry) in self.default.iter() {
+            // The current version is no older version, so it counts for nothing below.
             newest[model] = (entry.version, 0);
         }
         let limit = self.history_limit;
@@ -161,6 +173,7 @@ impl Desired {
             let mut has_one = false;
             for (model, entry) in set.iter() {
                 let (last, kept) = &mut newest[model];
+                // Sets that repeat a model's version count once for that model.
                 if entry.version != *last {
                     *last = entry.version;
                     *kept += 1;

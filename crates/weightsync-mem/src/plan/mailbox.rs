@@ -110,10 +110,12 @@ impl Mailbox {
         if self.shut {
             return Disposition::Shut;
         }
+        // A held reader gets nothing now, not even an answer: `release` makes up for both.
         if desired.held(worker).is_some() {
             return Disposition::Held;
         }
         let sequence = notifier.sequence;
+        // The worker's own set replaces only the models that it was sent alone.
         let own = desired
             .own(worker)
             .map(|own| desired.default_set().with(own));
@@ -148,6 +150,8 @@ impl Mailbox {
         notifier: &mut Notifier<'_>,
     ) {
         let span = notifier.span(sequence);
+        // No record is free: the answer waits, and `deliver` places it. Models that this reader
+        // does not take are dropped, because a waiting set keeps its slots.
         let Some(record) = records.provide(span, set, &mut notifier.in_use, notifier.steps) else {
             let set = set.only(self.models);
             self.asks.owed = Some((question, WaitingSet { sequence, set }));
@@ -155,6 +159,8 @@ impl Mailbox {
         };
         self.asks.owed = None;
         records.refer(record);
+        // The reader may have pinned the record of the earlier answer. The notifier keeps it
+        // `in_use`, so this decision does not write it.
         let before = self.asks.answer.replace((question, record));
         records.release(before.map(|(_, record)| record));
         self.asks.notified = sequence;
@@ -175,6 +181,8 @@ impl Mailbox {
         notifier: &mut Notifier<'_>,
     ) -> Disposition {
         let sequence = notifier.sequence;
+        // The default set's record is written once. All mailboxes with room name it, whatever their
+        // number.
         if let Some(record) = notifier.default
             && self.has_room()
         {
@@ -210,6 +218,7 @@ impl Mailbox {
                 return Disposition::Full;
             }
             Delivery::Every { .. } => {}
+            // A reader of the newest set needs none that waited before.
             Delivery::Newest | Delivery::Asked => self.waiting.clear(),
         }
         let set = set.only(self.models);
@@ -223,6 +232,7 @@ impl Mailbox {
         records: &mut Records,
         notifier: &mut Notifier<'_>,
     ) {
+        // A set waits for queue space or for a record, and needs both.
         while self.has_queue_space()
             && let Some(WaitingSet { sequence, set }) = self.waiting.front()
             && let span = notifier.span(*sequence)
@@ -235,6 +245,7 @@ impl Mailbox {
             self.waiting.pop_front();
             self.put(worker, live, records, notifier);
         }
+        // If there is still no record, `answer` puts it back.
         if let Some((question, WaitingSet { sequence, set })) = self.asks.owed.take() {
             self.answer(worker, (question, sequence), &set, records, notifier);
         }
@@ -252,6 +263,8 @@ impl Mailbox {
     }
 
     pub(super) fn shut(&mut self, records: &mut Records) {
+        // The records are free to be written from here on. That is why the caller must clear the
+        // page's words before it releases the lock (`Removed`).
         records.release(self.refers());
         self.shut = true;
         self.live = None;
@@ -265,6 +278,7 @@ impl Mailbox {
     /// Whether the reader can be notified now without breaking the order.
     fn has_room(&self) -> bool {
         match self.delivery {
+            // A set that waits must not be overtaken by a newer one.
             Delivery::Every { .. } => self.waiting.is_empty() && self.has_queue_space(),
             Delivery::Newest | Delivery::Asked => true,
         }
@@ -293,6 +307,7 @@ impl Mailbox {
         records.refer(live.record);
         match self.delivery {
             Delivery::Every { .. } => {
+                // Held without a pin: what lies between head and tail is the reader's.
                 self.queue.push_back(live.record);
                 notifier.steps.push(PageChange::Push { key, live });
             }
@@ -300,6 +315,8 @@ impl Mailbox {
                 // A newer set replaces one that still waits.
                 self.waiting
                     .retain(|waiting| waiting.sequence > live.sequence);
+                // The reader may have pinned the record that the word leaves. The notifier keeps it
+                // `in_use` until this decision ends, and the next one looks for pins first.
                 records.release(self.live.replace(live.record));
                 notifier.steps.push(PageChange::Flip { key, live });
             }

@@ -17,6 +17,7 @@ impl Plan {
     /// pinned records ([`slots_of`](Self::slots_of)).
     pub(crate) fn lend(&mut self, model: usize, pinned: SlotSet, max_slots: u8) -> Lend {
         let needed = self.desired.slots(model).union(self.notified(model));
+        // Sets that wait for room in a queue keep their slots, although no page names them yet.
         let waiting = self.waiting_mailboxes().flat_map(Mailbox::waiting_sets);
         let waiting = waiting.filter_map(|set| set.entry(model));
         let held = waiting.fold(needed, |all, entry| all.with(entry.slot));
@@ -28,7 +29,10 @@ impl Plan {
         // A full queue is no reason to grow: a stopped worker would otherwise make every sender
         // grow to its limit. Slots that are kept for holds and history come on top of those that
         // readers may pin.
+        // The newest version is one of the needed and is within `max_slots` already.
         let apart = needed.len().saturating_sub(1) + usize::from(max_slots);
+        // What must exist at the same time: each needed version, each slot that is being written,
+        // and the slot asked for.
         let needed = needed.union(*lent).len() + 1;
         let limit = apart.max(needed).min(MAX_SLOTS);
         match usize::from(*slots) < limit {
@@ -52,6 +56,7 @@ impl Plan {
         let model = &mut self.models[model];
         model.lent = model.lent.without(slot);
         model.versions[usize::from(slot)] = version;
+        // A relay may fetch an older version after a newer one; the newest one stays the newest.
         model.version = model.version.max(version);
     }
 
@@ -90,11 +95,14 @@ impl Plan {
     ) -> Result<PublicationPlan, SlotsExhausted> {
         let mut update = ModelSet::EMPTY;
         for &(model, slot) in written {
+            // The number that the commit record of this slot has already.
             let version = self.next_version(model);
             update.put(model, SetEntry { slot, version });
         }
+        // Only a model that cannot grow any more can be crowded.
         let full = |&(model, _): &(usize, u8)| usize::from(self.models[model].slots) == MAX_SLOTS;
         let may_crowd = written.iter().any(full);
+        // The only step that can refuse, so it comes before everything that changes this plan.
         self.desired.publish(&update, targets, may_crowd)?;
         for (model, entry) in update.iter() {
             let of = &mut self.models[model];
@@ -104,12 +112,15 @@ impl Plan {
             of.numbered = None;
         }
         self.sequence += 1;
+        // One notifier for all readers: a record that one mailbox leaves is not written for the
+        // next.
         let mut notifier = self.notifier(record_pins, steps);
         notifier.sequence = self.sequence;
         let mut dispositions = Vec::with_capacity(self.mailboxes.len());
         let mut absent = Vec::new();
         let (desired, records, waiting) = (&self.desired, &mut self.records, &mut self.waiting);
         let mut concern = |worker, mailbox: &mut Mailbox| {
+            // A reader of other models has no news, and no line in the report.
             if !mailbox.models.and(update.models()).is_empty() {
                 let disposition = mailbox.publish(worker, desired, records, &mut notifier);
                 dispositions.push(((worker, mailbox.joined), disposition));
@@ -124,11 +135,13 @@ impl Plan {
             }
             Targets::Workers(workers) => {
                 let mut workers = workers.clone();
+                // A worker that is named twice is notified once, and has one line.
                 workers.sort_unstable();
                 workers.dedup();
                 for worker in workers {
                     match self.mailboxes.get_mut(&worker) {
                         Some(mailbox) => concern(worker, mailbox),
+                        // Its set is kept in `desired`: it gets this publication if it joins.
                         None => absent.push(worker),
                     }
                 }
@@ -151,6 +164,7 @@ impl Plan {
             return;
         }
         let mut notifier = self.notifier(record_pins, steps);
+        // `note` puts back the workers that still wait.
         for worker in std::mem::take(&mut self.waiting) {
             if let Some(mailbox) = self.mailboxes.get_mut(&worker) {
                 mailbox.deliver(worker, &mut self.records, &mut notifier);
@@ -206,6 +220,7 @@ impl Plan {
             return false;
         };
         let before = mailbox.waiting.len();
+        // A set that waits keeps its slots. From here on nothing keeps them for this reader.
         mailbox
             .waiting
             .retain(|waiting| waiting.sequence != sequence);

@@ -37,6 +37,8 @@ impl Plan {
             queue: VecDeque::new(),
             head: 0,
             waiting: VecDeque::new(),
+            // Not above the last number given out: the next notifications would otherwise be below
+            // it.
             notified: had.min(self.sequence),
             asks: QuestionState::default(),
             shut: false,
@@ -45,6 +47,8 @@ impl Plan {
         assert!(before.is_none(), "{worker} has a mailbox already");
         self.note(worker);
         let set = self.desired.for_worker(worker);
+        // In a relay's segment this set stays empty. There the sender of the versions decides, and
+        // the relay calls `notify_one`.
         if delivery != Delivery::Asked && !set.models().and(models).is_empty() {
             self.point(worker, &set, &mut notifier);
         }
@@ -93,6 +97,7 @@ impl Plan {
     /// had none.
     #[must_use = "the words of a mailbox that was removed have to be cleared"]
     pub(crate) fn leave(&mut self, key: Key) -> Option<Removed> {
+        // Not the mailbox of a successor that has the same worker's number.
         self.mailbox(key)?;
         let gone = self.mailboxes.remove(&key.0)?;
         self.records.release(gone.refers());
@@ -121,6 +126,7 @@ impl Plan {
         // A head that goes back, or beyond the tail, is false: the reader is broken.
         let gone = head.saturating_sub(mailbox.head);
         let gone = gone.min(mailbox.queue.len() as u64);
+        // The reader takes the oldest entries first. From here on its data pins hold their slots.
         self.records.release(mailbox.queue.drain(..gone as usize));
         mailbox.head += gone;
         mailbox.asks.through = mailbox.asks.through.max(through);
@@ -139,6 +145,7 @@ impl Plan {
         let Some(mailbox) = self.mailbox_mut(key).filter(|mailbox| !mailbox.shut) else {
             return Answer::Gone;
         };
+        // A reader has one question: the new one replaces the old one, whatever became of that.
         mailbox.asks.wanted = None;
         mailbox.asks.owed = None;
         let (mine, delivery) = (mailbox.models, mailbox.delivery);
@@ -151,6 +158,8 @@ impl Plan {
             return Answer::NotAllowed;
         }
         let sets = || self.desired.askable(key.0);
+        // Only the set that the worker should run now can answer the first two. An older set of the
+        // history would put the worker back.
         let set = match want {
             Want::Newest | Want::AtLeast { .. } => {
                 sets().take(1).find(|set| satisfies(set, mine, want))
@@ -164,6 +173,8 @@ impl Plan {
                 Answer::Notified
             }
             (None, Want::Exactly { model, .. }) => {
+                // The error at the worker names what it could have asked for. It travels in one
+                // packet, so the list is cut.
                 let mut known: Vec<_> = sets()
                     .filter_map(|set| set.entry(model))
                     .map(|entry| entry.version)
@@ -174,6 +185,7 @@ impl Plan {
                 Answer::Unknown { known }
             }
             (None, _) => {
+                // A later publication, or the end of a hold, answers it (`take_wanted`).
                 if let Some(mailbox) = self.mailbox_mut(key) {
                     mailbox.asks.wanted = Some((question, want));
                 }
@@ -206,6 +218,8 @@ impl Plan {
         for (worker, mailbox) in &mut self.mailboxes {
             let asks = &mut mailbox.asks;
             let over = |(question, _): &mut (u64, u8)| *question <= asks.through;
+            // The word in the page is cleared by the step below; until then a reader may still pin
+            // the record, so the caller looks for pins again.
             if let Some((_, record)) = asks.answer.take_if(over) {
                 self.records.release([record]);
                 let key = (*worker, mailbox.joined);

@@ -82,6 +82,8 @@ impl Records {
         in_use: &mut SlotSet,
         steps: &mut Vec<PageChange>,
     ) -> Option<u8> {
+        // Mailboxes that name equal sets share a record, so a send to all costs one record. An
+        // unused record that still holds the set serves too, without a write.
         let written = (0..MAX_RECORDS as u8).find(|&record| {
             let written = self.sequences[usize::from(record)];
             (since..=sequence).contains(&written) && self.set(record) == set
@@ -89,6 +91,8 @@ impl Records {
         let record = match written {
             Some(record) => record,
             None => {
+                // No mailbox refers to it, no reader pins it, and no step of this decision has
+                // written it.
                 let record = in_use.first_free(self.count)?;
                 self.sequences[usize::from(record)] = sequence;
                 self.sets[usize::from(record)] = *set;
@@ -96,6 +100,7 @@ impl Records {
                 record
             }
         };
+        // A mailbox is about to name it. So no later step of this decision may write it.
         *in_use = in_use.with(record);
         Some(record)
     }

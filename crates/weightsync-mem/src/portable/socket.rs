@@ -99,6 +99,7 @@ impl Listener {
             queue: Mutex::new(Some(VecDeque::new())),
             origin: Origin::here(),
         });
+        // Looked up and inserted under one lock, so that two listeners never share a name.
         let mut doors = lock(&DOORS);
         if doors.get(name).and_then(open).is_some() {
             return Err(Error::AddressInUse {
@@ -117,6 +118,7 @@ impl Listener {
         let mut queue = lock(&self.door.queue);
         let next = queue.as_mut().and_then(VecDeque::pop_front);
         if queue.as_ref().is_none_or(VecDeque::is_empty) {
+            // Only with an empty queue. A connection that comes later rings under the queue's lock.
             self.door.bell.silence();
         }
         Ok(next)
@@ -167,6 +169,8 @@ impl Socket {
         let Some(door) = find(name) else {
             return Ok(None);
         };
+        // Packets go through two queues in this process's memory. The sockets carry only a byte for
+        // each, so that a poll sees them.
         let (ours, theirs) = pair()?;
         let (one, other) = (Arc::<Queue>::default(), Arc::<Queue>::default());
         let ours = Self {

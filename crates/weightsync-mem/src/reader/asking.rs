@@ -56,13 +56,16 @@ impl SegmentReader {
             }
             want => want,
         };
+        // The watch has ended, so an answer over the socket would not be seen.
         if let Some(fault) = self.watch.fault() {
             return Err(fault);
         }
+        // The sender may use the place of the earlier answer from here on.
         self.close_question()?;
         self.question += 1;
         let question = self.question;
         let packet = ReaderMessage::Ask { question, want }.encode();
+        // The question was not sent, so no answer is awaited.
         if !self.book.socket()?.send(&packet, &[])? {
             return Err(self.unheard().unwrap_or_else(|| self.why_over()));
         }
@@ -88,12 +91,14 @@ impl SegmentReader {
         let book = self.book.clone();
         let (answer, question) = (&book.mailbox()?.answer.0, self.question);
         let found = self.wait_for(question, deadline, || {
+            // An answer comes by the mailbox. That there is no such version comes over the socket.
             let placed = load_acquire(&answer.question) == question;
             (placed || self.watch.has_answer(question)).then_some(())
         })?;
         if found.is_none() {
             return Ok(None);
         }
+        // Each question has one outcome, so at most one of the two is there.
         let hold = match self.watch.take_answer(question) {
             Some(answer) => Err(answer),
             None => self.take_answer(),
@@ -103,6 +108,8 @@ impl SegmentReader {
             Ok(None) => Err(unexpected("an answer", "an empty mailbox".into())),
             Err(error) => Err(error),
         };
+        // Slots of the answer may still be on their way. The question then stays open, and the next
+        // call takes the answer.
         if !matches!(taken, Ok(None) | Err(Error::Interrupted)) {
             self.close_question()?;
         }
@@ -134,6 +141,8 @@ impl SegmentReader {
             let live = self.book.look_live().ok().flatten();
             match live.filter(|live| live.is_of_the_set(&hold)) {
                 Some(live) => hold = live,
+                // The answer is another set, such as an older version. As 0 it says nothing about
+                // publications.
                 None => {
                     hold.sequence = 0;
                     return Ok(Some(hold));
@@ -147,6 +156,7 @@ impl SegmentReader {
     fn close_question(&mut self) -> Result<(), Error> {
         self.asks = false;
         let through = &self.book.control()?.through;
+        // The word before the wake-up: a sender that looks then may clear the answer.
         through.store(self.question, Ordering::Release);
         self.book.wake_sender();
         self.book.notify_room(self.book.mailbox()?);

@@ -58,6 +58,7 @@ impl SegmentReader {
         let since = Instant::now();
         let mut pause = Duration::from_millis(2);
         loop {
+            // Asked before each attempt: a restarted sender of a run directory has another address.
             if let Some(address) = find()?
                 && let Some(reader) = Self::join(&address, options, deadline)?
             {
@@ -73,6 +74,7 @@ impl SegmentReader {
             }
             let left = deadline.map_or(pause, |at| at.saturating_duration_since(Instant::now()));
             interrupt::sleep(pause.min(left))?;
+            // Short at first, for a worker that was started together with its sender.
             pause = (pause * 2).min(Duration::from_millis(50));
         }
     }
@@ -86,6 +88,8 @@ impl SegmentReader {
         let Some(socket) = Socket::connect(address)? else {
             return Ok(None);
         };
+        // The worker makes the page, so that it alone can map it writable: the sender gets a sealed
+        // file.
         let control = OwnedFile::new("weightsync-control", CONTROL_BYTES)?;
         let mut giving_up = LeaveUnlessJoined {
             control: control.map.clone(),
@@ -106,6 +110,7 @@ impl SegmentReader {
         match socket.send(&hello.encode(), &[control.fd.as_fd()]) {
             Ok(true) => {}
             Ok(false) => return Ok(None),
+            // Too many descriptors of this user are in flight. The sender takes them soon.
             Err(error) if error.is_crowded_out() => return Ok(None),
             Err(error) => return Err(error),
         }
@@ -119,12 +124,15 @@ impl SegmentReader {
             relayed,
             pages: [header, mailbox, bell],
         } = welcome;
+        // Each page is checked for its seals and its size before it is used.
         let header = Arc::new(MemoryMap::of_peer(header.as_fd(), HEADER_BYTES)?);
         let mailbox = MemoryMap::of_peer(mailbox.as_fd(), MAILBOX_BYTES)?;
         let doorbell = Arc::new(Doorbell::from_fd(bell));
         let mut specs = Vec::with_capacity(models.len());
         let mut mapped: Vec<Option<Mapped>> = Vec::new();
         mapped.resize_with(count.into(), || None);
+        // A packet for each model follows, lowest first. It maps all slots, so that the first
+        // snapshot costs no page faults.
         for model in models.iter() {
             let Some((packet, fds)) = answer(&socket, deadline)? else {
                 return Ok(None);
@@ -140,6 +148,7 @@ impl SegmentReader {
         };
         let book = Arc::new(PinBook::new(owner, header, doorbell, models));
         let queued = matches!(options.delivery, Delivery::Every { .. });
+        // From here on the watch alone reads the socket.
         let watch = match Watch::start(book.clone(), mapped, (queued, relayed != 0)) {
             Ok(watch) => watch,
             Err(error) => {
@@ -148,6 +157,7 @@ impl SegmentReader {
                 return Err(error);
             }
         };
+        // From here on the reader's own drop says how the worker left.
         giving_up.has_joined = true;
         Ok(Some(Self {
             watch,
@@ -200,6 +210,7 @@ impl SegmentWelcome {
         else {
             return Err(unexpected("a welcome", format!("{packet:?}")));
         };
+        // The sender compares as well, but a worker's safety must not depend on that.
         if run.epoch < options.seen {
             return Err(Error::Fenced {
                 seen: options.seen,
@@ -271,6 +282,7 @@ pub fn ask_status(address: &str, deadline: Deadline) -> Result<Option<Vec<u8>>, 
     };
     let [file] = <[OwnedFd; 1]>::try_from(fds)
         .map_err(|fds| unexpected("the status's file", format!("{} descriptors", fds.len())))?;
+    // The length comes from outside, and so much would be allocated.
     if bytes > MAX_STATUS {
         return Err(unexpected(
             "a status of at most 64 MiB",
@@ -332,6 +344,8 @@ fn answer(
     loop {
         match socket.receive()? {
             Packet::Data(bytes, fds) => match SenderMessage::decode(&bytes)? {
+                // At any point of the join: the sender may find out late that it cannot admit this
+                // worker.
                 SenderMessage::Denied { reason } => return Err(Error::Denied { reason }),
                 // A relay first asks its sender, and has a limit of its own for that.
                 SenderMessage::Wait => {
@@ -371,6 +385,7 @@ fn take_model(
     else {
         return Err(unexpected("a model", format!("{packet:?}")));
     };
+    // The sender sends the models in the order of the welcome's set.
     if usize::from(index) != model {
         return Err(unexpected(
             "the models in order",
@@ -383,12 +398,15 @@ fn take_model(
     }
     let spec = DescriptionFile::read(fds[0].as_fd(), layout_bytes, note_bytes)?;
     let needed = SlotShape::of(&spec.layout).slot_bytes();
+    // Both ends compute the size from the layout. With another size they do not mean the same
+    // bytes.
     if slot_bytes != needed as u64 {
         let got = format!("{slot_bytes} bytes for {needed}");
         return Err(unexpected("slots of the layout's size", got));
     }
     let page = MemoryMap::of_peer(fds[1].as_fd(), MODEL_PAGE_BYTES)?;
     let pages = SegmentModel::new(model, &spec.layout, Arc::new(page));
+    // Each slot's file must be sealed and at least this long, or a read could end this process.
     let slots = fds
         .into_iter()
         .skip(2)

@@ -18,6 +18,8 @@ impl SegmentReader {
     ) -> Result<Option<Taken>, Error> {
         match self.delivery {
             Delivery::Every { .. } => {
+                // The entry is passed in any case: the head in the page moves past a damaged one,
+                // too.
                 let hold = self.book.take_queued(self.head);
                 self.head += 1;
                 // The entry may have been taken back after the look, or the set was handed out at
@@ -27,7 +29,10 @@ impl SegmentReader {
                     self.unmapped = Some(hold);
                     return self.take_unmapped(deadline);
                 }
+                // The sender must learn that it is taken, or sends would wait for it.
                 self.book.set_taken(self.sequence)?;
+                // Had before: the next one counts. Otherwise the queue was shut, and a later call
+                // says why.
                 match sequence <= self.sequence {
                     true => self.next(deadline),
                     false => Ok(None),
@@ -41,6 +46,7 @@ impl SegmentReader {
                 };
                 let taken = self.hand_out(hold, deadline);
                 if matches!(taken, Ok(None) | Err(Error::Interrupted)) {
+                    // Its slots are still on their way, so the next call takes the set again.
                     self.sequence = before;
                 }
                 taken
@@ -79,6 +85,7 @@ impl SegmentReader {
         {
             FoundSlots::Mapped(pinned) => pinned,
             FoundSlots::Over => return Err(self.why_over()),
+            // The entry has left the queue, so the reader itself must keep the set.
             later @ (FoundSlots::Later | FoundSlots::Interrupted) => {
                 if let Delivery::Every { .. } = self.delivery {
                     self.unmapped = Some(hold);
@@ -89,11 +96,14 @@ impl SegmentReader {
                 };
             }
         };
+        // The sender hears of damage at once: its send waits for this reader.
         let taken = self.checked(hold, pinned).inspect_err(damaged);
         // A damaged set is passed over.
         self.sequence = self.sequence.max(sequence);
         let taken = taken?;
         if sequence > 0 {
+            // Only now, after every commit record was checked: a send that waits for `Staged`
+            // believes this.
             self.book.set_taken(sequence)?;
         }
         for member in &taken.members {

@@ -117,6 +117,7 @@ impl RegisteredReader {
             models,
             delivery,
             device,
+            // A process of this host. A remote reader's location is set after this.
             location: Default::default(),
             refused: None,
             unusable: None,
@@ -157,6 +158,7 @@ impl RegisteredReader {
     /// The first impossible claim of its page; none for a rejected reader, which has nothing left
     /// to lose.
     pub(crate) fn take_breach(&self) -> Option<Breach> {
+        // A reader that was rejected once is not rejected again at each scan.
         self.claims
             .breach()
             .filter(|_| self.unusable.is_none() && !self.has_left())
@@ -186,6 +188,8 @@ impl RegisteredReader {
     }
 
     pub(crate) fn applied(&self) -> u64 {
+        // Acquire: a reader stores its versions before this number, so whichever number is found
+        // here, its versions are found too.
         load_acquire(&self.control().loaded)
     }
 
@@ -201,10 +205,13 @@ impl RegisteredReader {
     /// Whether the reader has closed its end. If it says that it failed, this waits for its reason,
     /// which comes over the socket.
     pub(crate) fn has_left(&self) -> bool {
+        // Kept here as well, because the page is the reader's and may change back.
         self.retired
             || match ReaderExit::of(load_acquire(&self.control().left)) {
                 None => false,
                 Some(ReaderExit::InOrder) => true,
+                // The word may be seen before the packet with the reason. Without the reason the
+                // worker would count as left in order.
                 Some(ReaderExit::Failed) => self.unusable.is_some(),
             }
     }
@@ -213,6 +220,7 @@ impl RegisteredReader {
     /// still count, but it gets nothing more.
     pub(crate) fn retire(&mut self, plan: &mut Plan, key: Key) -> bool {
         if !self.retired && self.has_left() {
+            // From here on the plan has no mailbox for this reader, so its successor can have one.
             self.retired = true;
             if let Some(mailbox) = plan.leave(key) {
                 self.take_down(mailbox);
@@ -223,6 +231,7 @@ impl RegisteredReader {
 
     /// The version of a model that the reader has loaded.
     pub(crate) fn version(&self, model: usize) -> Version {
+        // Relaxed: callers that also need the set's number read that first, with acquire.
         let word = &self.control().versions[model];
         match self.models.contains(model) {
             true => Version(word.load(Ordering::Relaxed)),
@@ -259,6 +268,8 @@ impl RegisteredReader {
         if let ReaderEnd::RemoteReader { call, .. } = &self.end {
             (call.0)(key);
         } else if self.control().sleep.sleeping() {
+            // The caller has issued the fence since it changed the mailbox. A reader that announces
+            // its sleep later finds the change in its last look.
             futex::wake(&self.mailbox().answer.0.question);
         }
     }

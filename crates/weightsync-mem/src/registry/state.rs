@@ -119,6 +119,7 @@ impl GoneReader {
             false => unless_left,
         };
         // A worker that gives up joining also says that it leaves.
+        // No report needs a line about it.
         let never_joined = departure == Departure::Left && applied == 0 && reason.is_none();
         Self {
             key,
@@ -155,6 +156,8 @@ impl RegistryState {
 
     /// Adds a reader.
     pub(crate) fn add(&mut self, key: Key, reader: RegisteredReader) {
+        // A remote reader that takes only the newest set changes nothing in its page that the plan
+        // must read. There may be 65,536 of them, so scans leave them out.
         let process = reader.socket().is_some();
         self.processes += usize::from(process);
         if process || reader.delivery != Delivery::Newest {
@@ -168,6 +171,7 @@ impl RegistryState {
         let reader = self.readers.remove(&key)?;
         self.processes -= usize::from(reader.socket().is_some());
         self.followed.remove(&key);
+        // Its process may still map the mailbox after this end has dropped it.
         if let Some(mailbox) = self.plan.leave(key) {
             reader.take_down(mailbox);
         }
@@ -178,6 +182,7 @@ impl RegistryState {
     pub(crate) fn asks(&mut self, key: Key) -> Option<&RegisteredReader> {
         let reader = self.readers.get_mut(&key)?;
         reader.asks = true;
+        // The plan must learn from the page when the reader is through with an answer.
         self.followed.insert(key);
         Some(reader)
     }
@@ -223,6 +228,7 @@ impl RegistryState {
 
     /// Notes that a remote reader has changed.
     pub(crate) fn mark_changed(&mut self, key: Key) {
+        // Each waiting thread has its own list, so that none takes what another has not seen.
         for changed in self.changed.values_mut() {
             changed.insert(key);
         }
@@ -255,10 +261,12 @@ impl RegistryState {
     /// failed for good must not take slots from the others. Its pins still count, and the caller
     /// must look for pins again.
     pub(crate) fn reject(&mut self, key: Key, reason: String) {
+        // First, because a send that waits for a remote reader looks only at those that changed.
         self.mark_changed(key);
         let Some(reader) = self.readers.get_mut(&key) else {
             return;
         };
+        // Only once: a reader that is rejected again has no mailbox left.
         if reader.unusable.is_none() {
             if let Some(mailbox) = self.plan.shut(key) {
                 reader.take_down(mailbox);
@@ -266,6 +274,7 @@ impl RegistryState {
             reader.owed.clear();
         }
         let reason = reader.unusable.get_or_insert(reason).clone();
+        // A reader that left has its line already, or was rejected before.
         if std::mem::replace(&mut reader.reported, true) {
             return;
         }
@@ -286,6 +295,7 @@ impl RegistryState {
         if self.rejected.is_empty() {
             return Vec::new();
         }
+        // A send to some workers leaves the rejections of the others for the next report.
         let all = std::mem::take(&mut self.rejected);
         let (reported, kept) = all.into_iter().partition(|one| wanted(one.key.0));
         self.rejected = kept;
@@ -295,17 +305,22 @@ impl RegistryState {
     /// Removes a reader and its pins. Called only once its process is known to be dead, or once it
     /// has closed its end and all its snapshots are gone.
     pub(crate) fn bury(&mut self, key: Key, unless_left: Departure) {
+        // Both the service thread and a newcomer of the same number may bury a reader. The first
+        // does it.
         let Some(reader) = self.remove(key) else {
             return;
         };
         self.mark_changed(key);
         let gone = GoneReader::new(key, &reader, unless_left, self.models);
+        // A retired reader was counted when it closed its end (`miss_retired`).
         if !reader.retired {
             self.miss(&gone);
         }
         if self.gone.len() >= MAX_GONE
             && let Some(forgotten) = self.gone.pop_front()
         {
+            // A departure that no report has named by now is lost, or the list would grow without
+            // end.
             self.unreported -= usize::from(!forgotten.reported);
         }
         self.unreported += usize::from(!gone.reported);
@@ -320,6 +335,7 @@ impl RegistryState {
         };
         let before = reader.retired;
         let has_left = reader.retire(&mut self.plan, key);
+        // Noted once, although several scans may find that the reader has left.
         if has_left && !before {
             self.miss_retired(key);
         }
@@ -339,14 +355,18 @@ impl RegistryState {
     /// a successor. A reader that leaves in order also ends the line about its predecessor. If a
     /// successor ends before it has loaded anything, it is missing in place of its predecessor.
     fn miss(&mut self, gone: &GoneReader) {
+        // The successor stands for the worker: its line says how the worker is.
         if self.is_back(gone) {
             return;
         }
         let worker = gone.key.0;
         let had_none = !gone.status.is_ready();
+        // A worker belongs to the sender once it has loaded a version. One that never did counts
+        // only in the place of a predecessor that is missing.
         if had_none && (gone.is_in_order() || !self.missing.contains_key(&worker)) {
             return;
         }
+        // The worker has come back and left in order, so nothing is missing any more.
         if gone.is_in_order() {
             self.missing.remove(&worker);
             return;
@@ -360,6 +380,7 @@ impl RegistryState {
     /// Whether a later reader has the number of a departed one.
     fn is_back(&self, gone: &GoneReader) -> bool {
         let (worker, joined) = gone.key;
+        // Keys grow with each join, so a later reader of the number has a greater one.
         let later = (worker, joined + 1)..=(worker, u64::MAX);
         self.readers.range(later).next().is_some()
     }
@@ -379,6 +400,8 @@ impl RegistryState {
     /// Departed readers that are still remembered, the last of each number, in the order in which
     /// they joined.
     pub(crate) fn gone(&self) -> Vec<GoneReader> {
+        // A reader that closed its end stays among the readers while its snapshots live, and has
+        // departed all the same.
         let closed = self.readers.iter().filter(|(_, reader)| reader.has_left());
         let closed =
             closed.map(|(key, reader)| GoneReader::new(*key, reader, Departure::Left, self.models));
@@ -400,6 +423,7 @@ impl RegistryState {
 
     /// Marks a departed reader as not reported again.
     pub(crate) fn unreport(&mut self, key: Key) {
+        // The reader may have been buried since its line was made.
         if let Some(reader) = self.readers.get_mut(&key) {
             reader.reported = false;
         } else if let Some(one) = self.gone.iter_mut().rev().find(|one| one.key == key)
@@ -417,6 +441,7 @@ impl RegistryState {
         wanted: impl Fn(WorkerId) -> bool,
     ) -> Vec<GoneReader> {
         let mut reported = Vec::new();
+        // Nearly every send finds nothing here, and the list may be long.
         if self.unreported > 0 {
             for one in &mut self.gone {
                 if !one.reported && wanted(one.key.0) {

@@ -164,6 +164,7 @@ impl Relayed {
 
     /// Reports everything again, except departures.
     pub(super) fn report_again(&self) {
+        // A departure that was told twice could end the next life of that worker at the sender.
         self.queue().reported.retain(|_, reported| reported.gone);
     }
 
@@ -179,6 +180,7 @@ impl Relayed {
             let EventQueue {
                 events, tickets, ..
             } = &mut *queue;
+            // The relay would ask its sender to admit workers that wait no longer.
             events.retain(|event| match event {
                 WorkerEvent::Joins { ticket, .. } => tickets.contains_key(ticket),
                 _ => true,
@@ -229,12 +231,15 @@ impl Relayed {
         let Some(reader) = state.readers.get(&key) else {
             return;
         };
+        // Taken out, because `note` borrows the queue as well.
         let mut events = std::mem::take(&mut queue.events);
         let reported = queue.reported.remove(&key);
         let was_gone = reported.as_ref().is_some_and(|reported| reported.gone);
         // The reader no longer waits for an answer.
         queue.questions.remove(&who((key, reader)));
+        // The last progress comes before the departure: the sender forgets the worker with that.
         queue.note(&mut events, (key, reader), reported);
+        // The key never comes again.
         queue.reported.remove(&key);
         if !was_gone && !reader.has_left() {
             events.push_back(WorkerEvent::Gone {
@@ -262,6 +267,7 @@ impl Relayed {
     pub(crate) fn look(&self, state: &RegistryState) -> Vec<WorkerEvent> {
         let mut queue = self.queue();
         let mut events = std::mem::take(&mut queue.events);
+        // A question that was asked and withdrawn between two looks is told as withdrawn only.
         let questions = std::mem::take(&mut queue.questions).into_iter();
         events.extend(questions.map(|(who, questions)| match questions {
             QuestionMessage::Asks(question, want) => WorkerEvent::Asks {

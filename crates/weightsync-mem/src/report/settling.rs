@@ -94,19 +94,25 @@ impl<'a> Settling<'a> {
     pub(super) fn note_settled(&mut self) {
         self.after = None;
         let mut state = self.shared.state();
+        // Some queue had no room at publication. This thread delivers meanwhile, in addition to the
+        // service thread.
         if self.publication.full.is_some() && state.plan.anything_waits() {
             self.shared.deliver(&mut state);
         }
         match self.listener {
+            // Under the same lock as the first look at all readers. So no change falls between the
+            // two.
             None => self.listener = Some(state.listen()),
             Some(listener) => {
                 for key in state.take_changed(listener) {
                     let awaited = self.awaited.remote_readers.remove_entry(&key);
+                    // A late reader that has changed may have moved, and is then waited for again.
                     let again = awaited.or_else(|| self.passed.remote_readers.remove_entry(&key));
                     self.awaited.processes.extend(again);
                 }
             }
         }
+        // Processes write their pages without a word to anybody, so each is looked at every time.
         let mut again = std::mem::take(&mut self.awaited.processes);
         again.append(&mut self.passed.processes);
         for (key, disposition) in again {
@@ -136,6 +142,7 @@ impl<'a> Settling<'a> {
             let Some(outcome) = known else {
                 return false;
             };
+            // From now on no other report has a line about this departure.
             if outcome == Outcome::Left
                 && let Some(reader) = state.readers.get_mut(&key)
                 && !std::mem::replace(&mut reader.reported, true)
@@ -144,6 +151,7 @@ impl<'a> Settling<'a> {
             }
             self.line(state, key, outcome);
         } else if let Some(gone) = state.report_gone(key) {
+            // Only a departure that this wait has marked is unmarked if the wait fails.
             if !gone.reported {
                 self.reported.push(key);
             }
@@ -181,6 +189,7 @@ impl<'a> Settling<'a> {
         self.shared.make_ahead(&mut state);
         let publication = self.publication;
         for one in state.report_rejected(|worker| publication.is_for(worker)) {
+            // Such a reader has its line from the outcome, or gets it with the missing ones below.
             let reported = publication
                 .dispositions
                 .iter()
@@ -229,12 +238,15 @@ impl<'a> Settling<'a> {
     pub(super) fn report_missing(&mut self, state: &RegistryState) {
         let publication = self.publication;
         let mut missing = state.missing().peekable();
+        // Without anybody missing, no set of the named readers is built: a send may have thousands
+        // of lines.
         if missing.peek().is_none() {
             return;
         }
         let named: BTreeSet<Key> = self.named.iter().copied().collect();
         for gone in missing {
             let mut sent = publication.versions.iter();
+            // A send of other models was not for this worker.
             let takes_one = sent.any(|(model, _)| gone.models.contains(*model));
             if takes_one && publication.is_for(gone.key.0) && !named.contains(&gone.key) {
                 self.gone_line(gone);
@@ -246,6 +258,7 @@ impl<'a> Settling<'a> {
     pub(super) fn report_absent(&mut self) {
         let publication = self.publication;
         for worker in &publication.absent {
+            // The worker may be missing or rejected, and then has its line.
             if self.lines.iter().any(|line| line.worker == *worker) {
                 continue;
             }
@@ -317,6 +330,7 @@ impl<'a> Settling<'a> {
 impl Drop for Settling<'_> {
     fn drop(&mut self) {
         if let Some(listener) = self.listener {
+            // Otherwise changes would be collected for this wait for ever.
             self.shared.state().stop_listening(listener);
         }
     }
