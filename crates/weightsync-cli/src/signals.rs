@@ -1,12 +1,13 @@
 //! Ctrl-C and its like, noticed between two steps, which are bounded in time.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::{fs, io, thread};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::{fs, io};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator;
 use signal_hook::low_level::exit;
+use weightsync_engine::transport::threads::{self, CondvarExt as _, LockExt as _};
 
 /// The signals that end a command. A second one ends it at once: the demo's workers
 /// end by their lifelines, whatever the trainer does.
@@ -37,9 +38,9 @@ impl Signals {
         let came = Arc::new(ReceivedSignals::default());
         let noted = Arc::clone(&came);
         // A thread of its own: the others may be in a call that does not look.
-        thread::Builder::new()
-            .name("weightsync-signals".into())
-            .spawn(move || coming.forever().for_each(|signal| noted.note(signal)))?;
+        threads::spawn("signals", move || {
+            coming.forever().for_each(|signal| noted.note(signal))
+        })?;
         Ok(Self(came))
     }
 
@@ -61,8 +62,7 @@ impl Signals {
             if let Some(signal) = self.caught() {
                 return signal;
             }
-            let waited = self.0.noted.wait(waiting);
-            waiting = waited.unwrap_or_else(PoisonError::into_inner);
+            waiting = self.0.noted.wait_at_most(waiting, None);
         }
     }
 
@@ -82,7 +82,7 @@ impl Signals {
 
 impl ReceivedSignals {
     fn waiting(&self) -> MutexGuard<'_, ()> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+        self.waiting.locked()
     }
 
     fn note(&self, signal: i32) {

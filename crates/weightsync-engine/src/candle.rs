@@ -1,12 +1,12 @@
 //! candle models: a `VarMap` is a source of weights and a place to load them.
 
 use std::collections::HashMap;
-use std::sync::PoisonError;
 
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor, Var};
 use candle_nn::VarMap;
 use weightsync_core::{Dtype, Layout, TensorRef};
 use weightsync_mem::BoxedError;
+use weightsync_mem::threads::LockExt as _;
 use zerocopy::IntoBytes;
 
 use crate::attributes::find_ties;
@@ -106,7 +106,7 @@ impl WeightLoader for VarMap {
 }
 
 fn sorted(map: &VarMap) -> Vec<(String, Var)> {
-    let data = map.data().lock().unwrap_or_else(PoisonError::into_inner);
+    let data = map.data().locked();
     let mut vars: Vec<_> = data
         .iter()
         .map(|(name, var)| (name.clone(), var.clone()))

@@ -1,9 +1,10 @@
 //! The thread that makes digests off the critical path.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 
+use weightsync_mem::threads::{self, CondvarExt as _, LockExt as _};
 use weightsync_mem::{Origin, Snapshot};
 
 use crate::error::{Error, Result};
@@ -36,13 +37,11 @@ struct DigestState {
 impl DigestThread {
     pub(crate) fn start() -> Result<Self> {
         let inbox = Arc::new(DigestInbox::default());
-        let thread = std::thread::Builder::new()
-            .name("weightsync-digest".into())
-            .spawn({
-                let inbox = inbox.clone();
-                move || inbox.serve()
-            })
-            .map_err(Error::os("starting the digest thread"))?;
+        let thread = threads::spawn("digest", {
+            let inbox = inbox.clone();
+            move || inbox.serve()
+        })
+        .map_err(Error::os("starting the digest thread"))?;
         Ok(Self {
             inbox,
             thread: Some(thread),
@@ -94,12 +93,7 @@ impl DigestInbox {
                 }
                 match order.next.pop_first() {
                     Some(next) => break next,
-                    None => {
-                        order = self
-                            .changed
-                            .wait(order)
-                            .unwrap_or_else(PoisonError::into_inner)
-                    }
+                    None => order = self.changed.wait_at_most(order, None),
                 }
             };
             // The lock is not held for the digest: a send hands over the next version meanwhile.
@@ -116,7 +110,7 @@ impl DigestInbox {
 
     fn order(&self) -> MutexGuard<'_, DigestState> {
         // Single assignments: they hold after a panic.
-        self.order.lock().unwrap_or_else(PoisonError::into_inner)
+        self.order.locked()
     }
 }
 

@@ -1,9 +1,10 @@
 //! A send whose workers are still on their way.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use weightsync_core::{ModelId, Outcome, Version, WaitFor, WorkerReport};
+use weightsync_mem::threads::LockExt as _;
 
 use crate::error::{Error, Result};
 use crate::report::{Changes, Report, only_version};
@@ -150,7 +151,7 @@ impl Handle {
     }
 
     fn state(&self) -> MutexGuard<'_, PendingState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 }
 
@@ -285,7 +286,7 @@ impl InFlight {
     }
 
     fn settled(&self) -> MutexGuard<'_, Vec<WorkerReport>> {
-        self.settled.lock().unwrap_or_else(PoisonError::into_inner)
+        self.settled.locked()
     }
 
     /// Until when room is waited for, or less.

@@ -1,12 +1,13 @@
 //! What a sender notes of its sends, so that its status can be told at any time and from any thread.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use weightsync_core::{
     LastOutcome, LastSend, ModelId, ModelStatus, Outcome, SenderStatus, Version, WorkerId,
 };
+use weightsync_mem::threads::LockExt as _;
 
 use crate::report::Report;
 use crate::transport::ModelSpec;
@@ -149,6 +150,6 @@ impl SendHistory {
     }
 
     fn noted(&self) -> MutexGuard<'_, Noted> {
-        self.noted.lock().unwrap_or_else(PoisonError::into_inner)
+        self.noted.locked()
     }
 }

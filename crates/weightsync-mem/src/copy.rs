@@ -9,6 +9,7 @@ use weightsync_simd::{Copier, Crc64};
 use crate::error::Error;
 use crate::map::MemoryMap;
 use crate::spans::{CHECKSUM_BLOCK, SlotShape, Span, Spans};
+use crate::threads;
 
 /// Where one tensor's bytes come from.
 pub enum Source<'a> {
@@ -114,14 +115,11 @@ pub(crate) unsafe fn write_image(
             // On an error the scope still joins the threads that run. What they have written is
             // never published.
             let copy = move || image.write(spans, (from, part));
-            let thread = std::thread::Builder::new().name("weightsync-copy".into());
             threads.push(
-                thread
-                    .spawn_scoped(scope, copy)
-                    .map_err(|source| Error::Os {
-                        action: "starting a copying thread",
-                        source,
-                    })?,
+                threads::spawn_scoped(scope, "copy", copy).map_err(|source| Error::Os {
+                    action: "starting a copying thread",
+                    source,
+                })?,
             );
         }
         // All threads are joined, also after an error here: they write into the slot.

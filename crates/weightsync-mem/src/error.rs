@@ -348,6 +348,16 @@ impl Error {
             Self::GivenUp { reason } => Self::GivenUp {
                 reason: reason.clone(),
             },
+            Self::TooManyFiles { limit } => Self::TooManyFiles { limit: *limit },
+            Self::NoMemory {
+                wanted,
+                left,
+                limit,
+            } => Self::NoMemory {
+                wanted: *wanted,
+                left: *left,
+                limit: *limit,
+            },
             other => unexpected("words of the protocol", other.to_string()),
         }
     }

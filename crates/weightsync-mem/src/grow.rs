@@ -6,8 +6,8 @@
 //! slots only when nothing else helps.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -18,6 +18,7 @@ use crate::plan::{Lend, Plan};
 use crate::registry::{RegistryState, SharedRegistry};
 use crate::slot::Slot;
 use crate::staging::StagedSlot;
+use crate::threads::{self, CondvarExt as _};
 use crate::wait::Deadline;
 
 /// Slots of this size or larger are made one by one, when needed. Smaller ones are made faster than
@@ -95,13 +96,10 @@ pub(crate) fn first_slots(count: u8, bytes: usize) -> Result<(Vec<Arc<Slot>>, Gr
 
 /// Starts the thread that makes slots. It ends when [`SharedRegistry::close`] is called.
 pub(crate) fn start(shared: Arc<SharedRegistry>) -> Result<JoinHandle<()>, Error> {
-    std::thread::Builder::new()
-        .name("weightsync-slots".into())
-        .spawn(move || shared.make_slots())
-        .map_err(|source| Error::Os {
-            action: "starting the thread that makes slots",
-            source,
-        })
+    threads::spawn("slots", move || shared.make_slots()).map_err(|source| Error::Os {
+        action: "starting the thread that makes slots",
+        source,
+    })
 }
 
 /// Lends slots for the models that have none yet, in order, as far as possible. Returns the reason
@@ -216,11 +214,7 @@ impl SharedRegistry {
             let mut models = state.growth.iter();
             let asked = models.position(|growth| growth.making == Making::Asked);
             let Some(model) = asked else {
-                // As for the lock: the state is valid after a panic.
-                state = self
-                    .asked
-                    .wait(state)
-                    .unwrap_or_else(PoisonError::into_inner);
+                state = self.asked.wait_at_most(state, None);
                 continue;
             };
             state.growth[model].making = Making::Begun;

@@ -37,6 +37,8 @@ pub mod protocol;
 mod sync;
 
 #[cfg(not(loom))]
+mod backoff;
+#[cfg(not(loom))]
 #[cfg_attr(any(not(target_os = "linux"), portable), path = "portable/bell.rs")]
 mod bell;
 #[cfg(not(loom))]
@@ -108,6 +110,8 @@ mod staging;
 #[cfg_attr(any(not(target_os = "linux"), portable), path = "portable/tcp.rs")]
 mod tcp;
 #[cfg(not(loom))]
+pub mod threads;
+#[cfg(not(loom))]
 mod wait;
 #[cfg(not(loom))]
 mod watch;
@@ -125,6 +129,7 @@ pub use weightsync_core::{
 
 #[cfg(not(loom))]
 pub use crate::{
+    backoff::Backoff,
     copy::{BoxedError, CopyOptions, Fill, Source},
     error::{Error, Holder, RecordHolder},
     fork::Origin,
@@ -144,7 +149,7 @@ pub use crate::{
     spans::CHECKSUM_BLOCK,
     staging::StagingSlots,
     tcp::{HostAnswers, host_answers},
-    wait::{Deadline, WaitStyle},
+    wait::{Deadline, WaitStyle, left, passed},
     watch::{EndNotice, ReaderInterrupter},
     wire::{Delivery, ModelMask, Want},
     writer::{SegmentOptions, SegmentWriter},

@@ -2,7 +2,7 @@
 //! bits.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use weightsync_core::Version;
 
@@ -13,6 +13,7 @@ use crate::protocol::{Live, LiveWord, MAX_MODELS, MAX_SLOTS, PinWord, SlotSet, o
 use crate::set::{ModelMask, ModelSet};
 use crate::shared::{Control, HeaderPage, MailboxPage};
 use crate::socket::Socket;
+use crate::threads::LockExt as _;
 use crate::wait::Doorbell;
 use crate::wire::ReaderMessage;
 
@@ -291,7 +292,7 @@ impl PinBook {
 
     fn counts(&self) -> MutexGuard<'_, Vec<[u32; MAX_SLOTS]>> {
         // Each change of the counts is one step, so they are valid after a panic.
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+        self.counts.locked()
     }
 }
 

@@ -13,6 +13,7 @@ use rustix::io::Errno;
 use rustix::mm::Advice;
 
 use crate::map::MemoryMap;
+use crate::threads;
 
 /// The size of a huge page on x86-64, and on aarch64 with its usual pages. Where huge pages are
 /// larger, small pages are used.
@@ -118,9 +119,8 @@ fn in_pieces(
     std::thread::scope(|scope| {
         let others: Vec<_> = (1..cores.min(count).min(MAX_THREADS))
             .map_while(|_| {
-                let thread = std::thread::Builder::new().name("weightsync-fault".into());
                 // If a thread cannot start, the others do its work.
-                thread.spawn_scoped(scope, run).ok()
+                threads::spawn_scoped(scope, "fault", run).ok()
             })
             .collect();
         // This thread works as well, so the work is done even if no other thread could start.

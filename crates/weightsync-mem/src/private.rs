@@ -1,11 +1,12 @@
 //! A private view of a version: its writes are visible to no other process.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use weightsync_core::Layout;
 
 use crate::map::MemoryMap;
 use crate::snapshot::Snapshot;
+use crate::threads::LockExt as _;
 use crate::wait::Doorbell;
 
 /// Up to this size, the thread that drops the last view sweeps the slot itself: that costs less
@@ -121,7 +122,7 @@ impl Sweeps {
 
     fn due(&self) -> MutexGuard<'_, Option<Vec<Snapshot>>> {
         // Each change is one push or take, so the list is valid after a panic.
-        self.due.lock().unwrap_or_else(PoisonError::into_inner)
+        self.due.locked()
     }
 }
 

@@ -7,7 +7,7 @@ mod state;
 use std::fmt;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 
 use weightsync_core::{Attendance, GoneWorker, Run, WorkerId, WorkerStatus};
 
@@ -31,6 +31,7 @@ use crate::slot::Slot;
 use crate::snapshot::Snapshot;
 use crate::socket::Socket;
 use crate::sync::load_acquire;
+use crate::threads::LockExt as _;
 use crate::wait::{Deadline, Doorbell, Doorbells, WaitStyle, Watchers};
 use crate::wire::SenderMessage;
 use crate::writer::SegmentOptions;
@@ -466,11 +467,11 @@ impl SharedRegistry {
     }
 
     pub(crate) fn failure(&self) -> MutexGuard<'_, Option<Error>> {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+        self.failure.locked()
     }
 
     pub(crate) fn state(&self) -> MutexGuard<'_, RegistryState> {
         // Every change of the state is complete before anything can panic.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 }

@@ -11,7 +11,7 @@
 
 mod events;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use weightsync_core::{Run, Version, WorkerStatus};
 
@@ -26,6 +26,7 @@ use crate::set::{ModelSet, SetEntry};
 use crate::shared::Ending;
 use crate::snapshot::Snapshot;
 use crate::socket::Listener;
+use crate::threads::LockExt as _;
 use crate::wait::Deadline;
 use crate::wire::SenderMessage;
 use crate::writer::{self, SegmentOptions, SegmentThreads};
@@ -262,8 +263,9 @@ impl RelaySegment {
         piece_bytes: usize,
     ) -> Result<Option<Arc<PartialSlot>>, Error> {
         self.shared.check_model(model)?;
+        // `close` takes this lock too: the slots stay until the loan is made.
+        let _alone = self.lending.locked();
         self.shared.open()?;
-        let _alone = self.lending.lock().unwrap_or_else(PoisonError::into_inner);
         let mut parts = Vec::new();
         grow::lend(
             &self.shared,
@@ -307,7 +309,7 @@ impl RelaySegment {
     /// Ends the segment, and tells the workers how. Only the first call counts.
     pub fn close(&self, ending: Ending) {
         // Held to the end: a second caller returns only once the threads are gone.
-        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut threads = self.threads.locked();
         if self.shared.header.map.usable().is_err() {
             // In a forked child: the thread and the memory belong to the parent.
             std::mem::forget(threads.take());
@@ -321,7 +323,9 @@ impl RelaySegment {
             // A lack of memory here must not prevent the end.
             let _ = self.shared.listen_to(key, false);
         }
+        let alone = self.lending.locked();
         self.shared.close(ending);
+        drop(alone);
         for ticket in self.relayed().take_all() {
             // These workers wait for an answer that will not come. The hang-up tells them.
             ticket.socket.shut_down();

@@ -3,7 +3,7 @@
 mod settling;
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use weightsync_core::{Level, Outcome, Targets, Version, WorkerId, WorkerReport};
@@ -14,6 +14,7 @@ use crate::plan::{Disposition, Key, Plan, PublicationPlan};
 use crate::registry::{RegisteredReader, RegistryState, SharedRegistry};
 use crate::set::ModelMask;
 use crate::snapshot::Snapshot;
+use crate::threads::LockExt as _;
 use crate::wait::Deadline;
 
 /// One step of the sender: new versions of one or more models, which become live together.
@@ -154,7 +155,7 @@ impl Publication {
 
     fn full(&self) -> Option<MutexGuard<'_, BTreeSet<Key>>> {
         let full = self.full.as_ref()?;
-        Some(full.lock().unwrap_or_else(PoisonError::into_inner))
+        Some(full.locked())
     }
 
     fn is_full(&self, key: Key) -> bool {

@@ -23,6 +23,7 @@ use crate::relay::Ticket;
 use crate::set::ModelMask;
 use crate::shared::{CONTROL_BYTES, MAILBOX_BYTES};
 use crate::socket::{HANG_UP, Listener, Socket};
+use crate::threads;
 use crate::wait::{poll, poll_slice};
 use crate::wire::{Delivery, Packet, ReaderMessage, SenderMessage, Want};
 
@@ -49,13 +50,10 @@ pub(crate) fn start(
         beat: shared.relayed.is_some().then(Instant::now),
         shared,
     };
-    std::thread::Builder::new()
-        .name("weightsync-mem".into())
-        .spawn(move || service.run())
-        .map_err(|source| Error::Os {
-            action: "starting the segment's service thread",
-            source,
-        })
+    threads::spawn("mem", move || service.run()).map_err(|source| Error::Os {
+        action: "starting the segment's service thread",
+        source,
+    })
 }
 
 /// Shuts down strangers' connections, so that copies of their descriptors end too.
@@ -230,8 +228,9 @@ impl SharedRegistry {
         let mut state = self.state();
         // Messages sent before a death count too, for example why the reader refused.
         let mut result = Ok(());
-        // The lock is held meanwhile, and a reader may send without end.
-        for _ in 0..MAX_TURN {
+        // The lock is held meanwhile, and a reader that is there may send without end.
+        let most = if gone { usize::MAX } else { MAX_TURN };
+        for _ in 0..most {
             // A fault below makes the reader deaf, and so ends this loop.
             let Some(reader) = state.readers.get_mut(&key).filter(|reader| !reader.deaf) else {
                 break;
@@ -607,6 +606,10 @@ impl SharedRegistry {
         });
         // The reader lacks some of its pages, so it cannot hold anything yet.
         if let Err(error) = self.hand_out(&state, &socket, models, &mailbox) {
+            if let Some(relayed) = &self.relayed {
+                // The relay is told below that the worker is in, and tells the sender.
+                relayed.note_gone(&state, key, Departure::Left);
+            }
             state.remove(key);
             return match error.is_crowded_out() {
                 // After the hang-up the worker tries again.

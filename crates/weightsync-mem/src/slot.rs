@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use weightsync_core::Version;
 
@@ -13,6 +13,7 @@ use crate::error::Error;
 use crate::map::{MemoryMap, OwnedFile};
 use crate::pagemap::PageMap;
 use crate::snapshot::Snapshot;
+use crate::threads::LockExt as _;
 
 /// Receives the indices of the written tensors.
 pub(crate) type Written = Box<dyn FnOnce(&[usize]) + Send>;
@@ -98,7 +99,7 @@ impl Slot {
 
     fn noted(&self) -> MutexGuard<'_, Note> {
         // Both numbers are set together, so the note is valid after a panic.
-        self.note.lock().unwrap_or_else(PoisonError::into_inner)
+        self.note.locked()
     }
 
     /// Lends the private mapping to one more view of a version that the caller has pinned. The
@@ -150,7 +151,7 @@ impl Slot {
 
     fn private(&self) -> MutexGuard<'_, Private> {
         // A panic can leave it unswept; `used` then still says so.
-        self.private.lock().unwrap_or_else(PoisonError::into_inner)
+        self.private.locked()
     }
 }
 

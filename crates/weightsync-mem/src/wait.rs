@@ -1,7 +1,7 @@
 //! Waiting: deadlines, the yield-then-sleep style, and polls that a death ends.
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -11,6 +11,7 @@ pub(crate) use crate::bell::{Doorbell, Doorbells};
 use crate::error::{Error, os};
 use crate::interrupt;
 use crate::protocol::SleepWord;
+use crate::threads::{CondvarExt as _, LockExt as _};
 
 /// The latest end of a wait. With `None`, only its event, the peer's death or a shutdown ends it.
 pub type Deadline = Option<Instant>;
@@ -55,8 +56,13 @@ impl WaitStyle {
 }
 
 /// Whether the deadline has come.
-pub(crate) fn passed(deadline: Deadline) -> bool {
+pub fn passed(deadline: Deadline) -> bool {
     deadline.is_some_and(|at| Instant::now() >= at)
+}
+
+/// How long it is until the deadline; zero once it has come, `None` without one.
+pub fn left(deadline: Deadline) -> Option<Duration> {
+    deadline.map(|at| at.saturating_duration_since(Instant::now()))
 }
 
 /// Waits until one of the descriptors is ready or the deadline comes; returns which are ready.
@@ -72,7 +78,7 @@ pub(crate) fn poll<const N: usize>(
 /// The same for any number of descriptors; the results stay in `polled`.
 pub(crate) fn poll_slice(polled: &mut [PollFd<'_>], deadline: Deadline) -> Result<(), Error> {
     loop {
-        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        let left = left(deadline);
         // A poll whose deadline has come does not wait.
         let pause = match left {
             // Such a poll asks no check, either.
@@ -147,33 +153,25 @@ impl Watchers {
                 return Ok(Some(found));
             }
             loop {
-                let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
                 // The check runs without the lock.
-                let pause = interrupt::at_most(left)?;
+                let pause = interrupt::at_most(left(deadline))?;
                 let line = self.line();
                 // Either there is something to look at, or this thread must lead now.
                 if !line.led || line.news != news {
                     break;
                 }
-                match pause {
-                    Some(Duration::ZERO) => return Ok(None),
-                    Some(left) => {
-                        let waited = self.changed.wait_timeout(line, left);
-                        drop(waited.unwrap_or_else(PoisonError::into_inner));
-                    }
-                    // Every ring ends this wait, and so does the end of the leader.
-                    None => {
-                        let waited = self.changed.wait(line);
-                        drop(waited.unwrap_or_else(PoisonError::into_inner));
-                    }
+                if pause == Some(Duration::ZERO) {
+                    return Ok(None);
                 }
+                // Every ring ends this wait, and so does the end of the leader.
+                drop(self.changed.wait_at_most(line, pause));
             }
         }
     }
 
     fn line(&self) -> MutexGuard<'_, WatchersState> {
         // Each change is one step, so the state is valid after a panic.
-        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+        self.line.locked()
     }
 }
 

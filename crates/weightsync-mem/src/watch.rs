@@ -8,7 +8,7 @@
 use std::fmt;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -21,7 +21,8 @@ use crate::private::{Sweeps, SweepsOf};
 use crate::protocol::{MAX_SLOTS, order};
 use crate::slot::Slot;
 use crate::socket::Socket;
-use crate::wait::{Deadline, Doorbell, passed, poll};
+use crate::threads::{self, CondvarExt as _, LockExt as _};
+use crate::wait::{Deadline, Doorbell, left, passed, poll};
 use crate::wire::{Packet, SenderMessage};
 
 /// How often a reader that waits for a slot checks whether it is interrupted.
@@ -126,7 +127,7 @@ impl EndNotice {
         };
         // The function is there before this looks whether all is over. The watching thread sets
         // `over` first and takes the function afterwards. So one of the two calls it, and only one.
-        let mut end = seen.end.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut end = seen.end.locked();
         *end = Some(Callback(Box::new(call)));
         drop(end);
         if seen.over.load(Ordering::SeqCst) {
@@ -229,16 +230,14 @@ impl Watch {
             relayed,
             silence: Mutex::new(None),
         });
-        let thread = std::thread::Builder::new()
-            .name("weightsync-watch".into())
-            .spawn({
-                let seen = seen.clone();
-                move || seen.watch()
-            })
-            .map_err(|source| Error::Os {
-                action: "starting a reader's watch",
-                source,
-            })?;
+        let thread = threads::spawn("watch", {
+            let seen = seen.clone();
+            move || seen.watch()
+        })
+        .map_err(|source| Error::Os {
+            action: "starting a reader's watch",
+            source,
+        })?;
         Ok(Self {
             seen,
             thread: Some(thread),
@@ -285,12 +284,10 @@ impl Watch {
                     known = self.seen.known();
                     continue;
                 }
-                let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-                let pause = left.map_or(SLOT_PAUSE, |left| left.min(SLOT_PAUSE));
+                let pause = left(deadline).map_or(SLOT_PAUSE, |left| left.min(SLOT_PAUSE));
                 // A condition cannot wait for an interrupt too, so the wait is cut into short
                 // pauses.
-                let waited = self.seen.changed.wait_timeout(known, pause);
-                known = waited.unwrap_or_else(PoisonError::into_inner).0;
+                known = self.seen.changed.wait_at_most(known, pause);
             }
         }
         Ok(FoundSlots::Mapped(pinned))
@@ -433,18 +430,14 @@ impl WatchState {
     }
 
     fn notify_end(&self) {
-        let end = self
-            .end
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        let end = self.end.locked().take();
         if let Some(Callback(call)) = end {
             call();
         }
     }
 
     fn on_silence(&self) -> MutexGuard<'_, Option<Callback<dyn FnMut() + Send>>> {
-        self.silence.lock().unwrap_or_else(PoisonError::into_inner)
+        self.silence.locked()
     }
 
     /// Wakes the reader. A reader that looked too early may fall asleep after a wake-up, so this
@@ -554,7 +547,7 @@ impl WatchState {
 
     fn known(&self) -> MutexGuard<'_, KnownSlots> {
         // Each change is one push or assignment, so the state is valid after a panic.
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.locked()
     }
 }
 

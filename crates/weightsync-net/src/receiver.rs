@@ -5,7 +5,7 @@ mod migrate;
 mod route;
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -14,6 +14,7 @@ use weightsync_engine::transport::{
     VersionRequest, interrupt,
 };
 use weightsync_engine::{Error, Result, Run, SetSnapshot};
+use weightsync_mem::threads::{self, CondvarExt as _, LockExt as _};
 
 use self::route::{FoundSegment, Route, Waits};
 use crate::error::NetError;
@@ -254,12 +255,10 @@ impl SharedReceiver {
         // wait for itself.
         let ends = Arc::new(Mutex::new(Some(found)));
         let theirs = ends.clone();
-        let search = std::thread::Builder::new()
-            .name("weightsync-route".into())
-            .spawn(move || {
-                drop(taken(&theirs));
-                own.search();
-            });
+        let search = threads::spawn("route", move || {
+            drop(taken(&theirs));
+            own.search();
+        });
         match search {
             Ok(search) => {
                 state.search = Some(search);
@@ -314,22 +313,12 @@ impl SharedReceiver {
     }
 
     fn wait(&self, state: MutexGuard<'_, ReceiverState>, pause: Option<std::time::Duration>) {
-        match pause {
-            Some(pause) => {
-                let waited = self.changed.wait_timeout(state, pause);
-                drop(waited.unwrap_or_else(PoisonError::into_inner));
-            }
-            None => drop(
-                self.changed
-                    .wait(state)
-                    .unwrap_or_else(PoisonError::into_inner),
-            ),
-        }
+        drop(self.changed.wait_at_most(state, pause));
     }
 
     fn state(&self) -> MutexGuard<'_, ReceiverState> {
         // Each change is one step, so the state is valid after a panic.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 }
 
@@ -442,7 +431,7 @@ impl Drop for NetReceiver {
 }
 
 fn taken(found: &Mutex<Option<FoundSegment>>) -> Option<FoundSegment> {
-    found.lock().unwrap_or_else(PoisonError::into_inner).take()
+    found.locked().take()
 }
 
 fn over(deadline: Deadline) -> bool {

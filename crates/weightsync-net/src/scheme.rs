@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use strum::{EnumString, IntoStaticStr};
@@ -15,6 +15,7 @@ use weightsync_engine::transport::{
 use weightsync_engine::{
     AnyScheme, Error, InitInfo, ModelId, Queue, Result, SenderStatus, WorkerId,
 };
+use weightsync_mem::threads::LockExt as _;
 use weightsync_mem::{Delivery, Listener};
 
 use crate::access::{Access, Token};
@@ -431,15 +432,11 @@ impl Distributed {
     }
 
     fn allocated(&self) -> MutexGuard<'_, HashMap<String, Allocated>> {
-        self.allocated
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.allocated.locked()
     }
 
     pub(crate) fn unfinished(&self) -> MutexGuard<'_, HashMap<Unfinished, Agent>> {
-        self.unfinished
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.unfinished.locked()
     }
 
     /// The address to listen at; with port 0 the system chooses the port.

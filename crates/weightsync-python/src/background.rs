@@ -3,10 +3,11 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
+use weightsync_engine::transport::threads::LockExt as _;
 use weightsync_engine::{BackgroundState, BackgroundStatus, Error, Receiver, SafePoints};
 
 use crate::errors::exception;
@@ -234,9 +235,9 @@ impl Background {
     ) -> PyResult<T> {
         let inner = self.running(py)?;
         // The count tells a signal's handler in this thread that it is inside.
-        INSIDE.set(INSIDE.get() + 1);
+        let inside = Inside::enter();
         let done = released_until(py, &self.ending, None, || call(&inner));
-        INSIDE.set(INSIDE.get() - 1);
+        drop(inside);
         release(py, inner);
         done
     }
@@ -246,7 +247,23 @@ impl Background {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Arc<Inner>>> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.locked()
+    }
+}
+
+/// A call of this thread that waits. It is counted down by a panic too.
+struct Inside;
+
+impl Inside {
+    fn enter() -> Self {
+        INSIDE.set(INSIDE.get() + 1);
+        Self
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        INSIDE.set(INSIDE.get() - 1);
     }
 }
 
@@ -309,7 +326,7 @@ impl Permit {
     /// Lets the models change again.
     fn release(&self, py: Python<'_>) {
         // Released at most once: a second call finds nothing.
-        let permit = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let permit = self.0.locked().take();
         // Dropping the permit wakes the loading thread, which needs the interpreter's lock next.
         py.detach(|| drop(permit));
     }

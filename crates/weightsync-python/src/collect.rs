@@ -2,12 +2,13 @@
 
 use std::fs::OpenOptions;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use rustix::process::{Signal, getpid, kill_process};
+use weightsync_engine::transport::threads::LockExt as _;
 use weightsync_engine::{Error, Origin};
 use weightsync_net::collect::{
     CollectorLink, CollectorPort, JoinOptions, NoticeKind, Rows, WorkerSeat,
@@ -92,7 +93,7 @@ impl TrainerPort {
 impl TrainerPort {
     /// Never held over a wait, nor over one for the interpreter's lock.
     fn lock(&self) -> MutexGuard<'_, Option<Arc<CollectorPort>>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+        self.held.locked()
     }
 }
 
@@ -263,7 +264,7 @@ impl TrainerLink {
     /// What the worker is started with; once.
     fn settings<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         // Taken out: once is enough, and the settings may be large.
-        let mut settings = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut settings = self.settings.locked();
         PyBytes::new(py, &std::mem::take(&mut *settings))
     }
 
@@ -325,6 +326,8 @@ fn to_hex(secret: [u8; 16]) -> String {
 }
 
 fn from_hex(text: &str) -> Option<[u8; 16]> {
-    let number = u128::from_str_radix(text, 16).ok();
-    number.filter(|_| text.len() == 32).map(u128::to_be_bytes)
+    // A number may have a sign, too.
+    let is_hex = text.len() == 32 && text.bytes().all(|one| one.is_ascii_hexdigit());
+    let number = is_hex.then(|| u128::from_str_radix(text, 16).ok())?;
+    number.map(u128::to_be_bytes)
 }

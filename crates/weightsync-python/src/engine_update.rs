@@ -1,10 +1,11 @@
 //! The update of one engine, decided step by step.
 
 use std::num::NonZeroU32;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use pyo3::prelude::*;
 use weightsync_core::engine_update::{self, EngineEvent, EngineWeights};
+use weightsync_engine::transport::threads::LockExt as _;
 
 use crate::errors::LifecycleError;
 use crate::options::{wants, whole};
@@ -91,7 +92,7 @@ impl EngineUpdate {
 
     /// Held for a step at most, and never while Python runs.
     fn update(&self) -> MutexGuard<'_, engine_update::EngineUpdate> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.locked()
     }
 }
 

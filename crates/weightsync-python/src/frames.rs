@@ -1,9 +1,10 @@
 //! Trajectories of frames, bound to Python: their numbers, and where they are in a batch.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
+use weightsync_engine::transport::threads::LockExt as _;
 use weightsync_rl::frames;
 
 use crate::errors::SettingError;
@@ -55,7 +56,7 @@ impl Trajectories {
 impl Trajectories {
     fn with<T>(&self, act: impl FnOnce(&mut frames::Trajectories) -> T) -> T {
         // Each change is whole once it is made, also after a panic.
-        act(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+        act(&mut self.0.locked())
     }
 
     fn of<T>(

@@ -7,13 +7,14 @@
 
 use std::collections::VecDeque;
 use std::fmt::{self, Write};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 
 use pyo3::prelude::*;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
 use weightsync_cli::Logger;
+use weightsync_engine::transport::threads::LockExt as _;
 
 use crate::raw;
 
@@ -63,7 +64,7 @@ impl Subscriber for LogListener {
         };
         // Held for a few instructions and never while Python runs: the thread may hold any other
         // lock.
-        let mut queue = QUEUE.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = QUEUE.locked();
         // Bounded: the main thread may not come to Python for long.
         if queue.0.len() < MOST {
             queue.0.push_back((level, text.message + &text.fields));
@@ -109,7 +110,7 @@ impl Visit for Text {
 pub fn flush(py: Python<'_>) {
     // Taken out before Python runs: logging may call the library, which may log.
     let (texts, lost) = {
-        let mut queue = QUEUE.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut queue = QUEUE.locked();
         std::mem::take(&mut *queue)
     };
     if texts.is_empty() && lost == 0 {

@@ -1,10 +1,11 @@
 //! Rules between two forms of a model, and what they would do.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use pyo3::prelude::*;
 use weightsync_engine::MappedLoader;
 use weightsync_engine::mapping::{Quantisation, Rule};
+use weightsync_engine::transport::threads::LockExt as _;
 
 use crate::errors::SettingError;
 use crate::loader::Object;
@@ -254,6 +255,6 @@ impl MappedTarget {
     /// the model behind it takes.
     pub fn loader(&self) -> MutexGuard<'_, MappedLoader<'static, Object>> {
         // A load that failed leaves a loader that can load again.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.locked()
     }
 }

@@ -1,11 +1,12 @@
 //! Sources of weights: tensors by name, dtype, shape and address.
 
-use std::sync::{PoisonError, RwLock};
+use std::sync::RwLock;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use pyo3::{PyTraverseError, PyVisit};
 use weightsync_core::extract::TensorRef;
+use weightsync_engine::transport::threads::RwLockExt as _;
 use weightsync_engine::{
     Attributes, Dtype, Error, ExtraState, Extracted, MappedExtractor, Result, Strategy, TensorData,
     WeightExtractor, find_ties,
@@ -238,7 +239,7 @@ impl TensorSource {
         })?;
         // The Python files place a source within the turn of its end. So no send reads under this
         // lock now, and the interpreter's lock may be kept.
-        let mut now = placed.now.write().unwrap_or_else(PoisonError::into_inner);
+        let mut now = placed.now.writing();
         for (name, value) in extra.into_iter().flatten() {
             let value = plain::from_python(&name, &value)?;
             let known = now.extra.iter_mut().find(|(one, _)| *one == name);
@@ -268,7 +269,7 @@ impl TensorSource {
         if memory.addresses.len() != placed.tensors.len() {
             return Ok(false);
         }
-        let mut now = placed.now.write().unwrap_or_else(PoisonError::into_inner);
+        let mut now = placed.now.writing();
         now.addresses = memory.addresses;
         now.strides = memory.strides;
         Ok(true)
@@ -346,7 +347,7 @@ impl Placed {
     #[expect(unsafe_code, reason = "it vouches for the addresses")]
     fn lend(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
         // Held for the whole send: nobody places the tensors elsewhere while they are read.
-        let now = self.now.read().unwrap_or_else(PoisonError::into_inner);
+        let now = self.now.reading();
         // A send before the first placing has no addresses.
         if now.addresses.len() != self.tensors.len() {
             return Err(Error::Extract {
@@ -450,24 +451,22 @@ impl NamedTensor {
             let why = "its elements share bytes, so it has no strides";
             return Err(failed(&self.name, why));
         };
-        let size = size as usize;
+        let size = u64::from(size);
+        let too_far = || failed(&self.name, "its strides reach too far");
         let (mut low, mut high) = (0_i64, 0_i64);
         // Each dimension reaches from its first index to its last, forwards or backwards.
         for (len, stride) in self.shape.iter().zip(strides) {
-            let reach = i64::try_from(len - 1)
-                .ok()
-                .and_then(|last| last.checked_mul(*stride));
-            let reach = reach.ok_or_else(|| failed(&self.name, "its strides reach too far"))?;
-            if reach < 0 {
-                low += reach
-            } else {
-                high += reach
-            }
+            let last = i64::try_from(len - 1).ok();
+            let reach = last.and_then(|last| last.checked_mul(*stride));
+            let reach = reach.ok_or_else(too_far)?;
+            let end = if reach < 0 { &mut low } else { &mut high };
+            *end = end.checked_add(reach).ok_or_else(too_far)?;
         }
-        Ok((
-            low.unsigned_abs() as usize * size,
-            (high - low + 1) as usize * size,
-        ))
+        let all = high.checked_sub(low).and_then(|last| last.checked_add(1));
+        let bytes = |count: u64| usize::try_from(count.checked_mul(size)?).ok();
+        let before = bytes(low.unsigned_abs()).ok_or_else(too_far)?;
+        let all = all.and_then(|all| bytes(all.unsigned_abs()));
+        Ok((before, all.ok_or_else(too_far)?))
     }
 
     fn size(&self) -> usize {
@@ -555,7 +554,7 @@ impl WeightExtractor for Placed {
     }
 
     fn attributes(&self) -> Result<Attributes> {
-        let now = self.now.read().unwrap_or_else(PoisonError::into_inner);
+        let now = self.now.reading();
         let extra = now.extra.iter().map(|(name, _)| name.clone()).collect();
         drop(now);
         let attributes = Attributes::new(self.format).with_ties(self.ties()?)?;

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
+use weightsync_engine::transport::threads::LockExt as _;
 use weightsync_engine::{Error, ModelId, Version};
 use weightsync_store::{
     Damage, LoadedModel, ModelVersion, SaveOptions, SaveOutcome, Saved, StoreError, Which,
@@ -305,11 +306,7 @@ impl Saver {
     fn save(&self, models: Vec<PyRef<'_, Snapshot>>) -> PyResult<Saving> {
         // A reference of its own: `close` in another thread takes the saver while this call uses
         // it.
-        let saver = self
-            .0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
+        let saver = self.0.locked().clone();
         let saver = saver.ok_or_else(|| LifecycleError::new_err("this saver was closed"))?;
         let models = models.iter().map(|one| one.held().clone());
         Ok(Saving(saver.save(models.collect())))
@@ -317,7 +314,7 @@ impl Saver {
 
     /// Saves what waits, and ends the thread; or, without the wait, leaves that to the thread.
     fn close(&self, py: Python<'_>, waits: bool) {
-        let saver = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let saver = self.0.locked().take();
         // Ending the thread waits for saves, which take as long as the store does.
         py.detach(|| match saver {
             Some(saver) if !waits => {

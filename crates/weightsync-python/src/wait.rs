@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
+use weightsync_engine::transport::threads::{CondvarExt as _, LockExt as _};
 use weightsync_engine::{Error, Origin};
 
 use crate::errors::{busy, ended, exception, forked, within_itself};
@@ -152,7 +153,7 @@ impl<T: Send> Turns<T> {
     /// Ends it, and the call that has it; in order, unless there is a reason.
     pub fn end(&self, py: Python<'_>, why: Option<String>) -> PyResult<()> {
         if let Some(why) = why {
-            let mut said = self.why.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut said = self.why.locked();
             said.get_or_insert(why);
         }
         // Set before the lock is asked for: the call that has the value looks at it in its next
@@ -224,9 +225,8 @@ impl<T: Send> Turns<T> {
                 let is_mine = held.by.is_some_and(|by| by.thread == me.thread);
                 // In a forked child nobody gives the value back, so the wait is left out.
                 if held.value.is_none() && !is_mine && self.origin.is_here() {
-                    let waited = self.free.wait_timeout(held, slice);
-                    held = waited.unwrap_or_else(PoisonError::into_inner).0;
-                    left = until.map(|at| at.saturating_duration_since(Instant::now()));
+                    held = self.free.wait_at_most(held, slice);
+                    left = weightsync_engine::transport::left(until);
                 }
                 match held.value.take() {
                     Some(value) => {
@@ -256,7 +256,7 @@ impl<T: Send> Turns<T> {
     }
 
     fn lock(&self) -> MutexGuard<'_, TurnsState<T>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+        self.held.locked()
     }
 }
 
@@ -273,16 +273,11 @@ impl<T> Drop for Turn<'_, T> {
         // Ended while the call had the value: the end is made here, in the thread that is allowed
         // to use it.
         if let (Some(value), true) = (&mut self.value, self.of.ending.load(Ordering::SeqCst)) {
-            let why = self
-                .of
-                .why
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .clone();
+            let why = self.of.why.locked().clone();
             (self.of.end)(value, why.as_deref());
         }
         // Also after a panic, so the next thread does not wait for ever.
-        let mut held = self.of.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = self.of.held.locked();
         *held = TurnsState {
             value: self.value.take(),
             by: None,

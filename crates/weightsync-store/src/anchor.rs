@@ -9,6 +9,7 @@ use weightsync_core::delta::{SPAN, Scratch};
 use weightsync_core::digest::Digester;
 use weightsync_engine::Snapshot;
 use weightsync_engine::safetensors_format::{SafetensorsHeader, Shard};
+use weightsync_engine::transport::threads::LockExt as _;
 use weightsync_engine::transport::{Image, ModelSpec};
 use weightsync_simd::{Crc64, crc64};
 
@@ -372,7 +373,7 @@ fn read_shards(
         let work = || -> Result<Digester> {
             let mut digester = Digester::new(layout.bytes());
             loop {
-                let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let job = jobs.locked().next();
                 // One failure ends all threads. An interruption is seen by the caller's thread
                 // alone, and ends the others this way.
                 let Some(job) = job.filter(|_| !has_failed(&all)) else {
@@ -393,7 +394,7 @@ fn read_shards(
 
 /// Adds what a thread digested, or keeps the first error.
 fn merge(all: &Mutex<Result<Digester>>, done: Result<Digester>) {
-    let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut all = all.locked();
     match (&mut *all, done) {
         // Digests of parts add up in any order.
         (Ok(all), Ok(done)) => {
@@ -407,7 +408,7 @@ fn merge(all: &Mutex<Result<Digester>>, done: Result<Digester>) {
 
 /// Whether another thread has failed, or was interrupted: what this one does is of no more use.
 fn has_failed(all: &Mutex<Result<Digester>>) -> bool {
-    all.lock().unwrap_or_else(PoisonError::into_inner).is_err()
+    all.locked().is_err()
 }
 
 pub(crate) struct OpenDelta {
@@ -460,7 +461,7 @@ fn fold(
             let mut scratch = Scratch::new();
             let mut part = Vec::new();
             loop {
-                let span = spans.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let span = spans.locked().next();
                 let Some((span, place)) = span.filter(|_| !has_failed(&all)) else {
                     return Ok(digester);
                 };

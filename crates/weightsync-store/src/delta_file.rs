@@ -16,6 +16,7 @@ use std::sync::{Mutex, PoisonError};
 
 use weightsync_core::Layout;
 use weightsync_core::delta::{BitPattern, Codec, DeltaError, SPAN, Scratch, apply, encode};
+use weightsync_engine::transport::threads::LockExt as _;
 
 use crate::threads;
 
@@ -78,7 +79,7 @@ pub(crate) fn make(
             elements.fetch_add(made.elements, Ordering::Relaxed);
             changed.fetch_add(made.changes, Ordering::Relaxed);
             total.fetch_add(part.len() as u64, Ordering::Relaxed);
-            *parts[index].lock().unwrap_or_else(PoisonError::into_inner) = (kind, part);
+            *parts[index].locked() = (kind, part);
         }
     });
     let total = total.into_inner();

@@ -2,13 +2,14 @@
 
 use std::fmt;
 use std::mem;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use weightsync_core::delta::{SPAN, Scratch};
 use weightsync_core::digest::Digester;
 use weightsync_core::{Digest, Run, Version};
 use weightsync_engine::Error;
 use weightsync_engine::transport::ModelSpec;
+use weightsync_engine::transport::threads::LockExt as _;
 use weightsync_simd::crc64;
 
 use crate::anchor;
@@ -199,8 +200,7 @@ impl StoredWeights {
     fn sums(&self, goes_on: &dyn Fn() -> bool) -> Result<&[u64]> {
         let known = &*self.comparison;
         // Held for the whole comparison: one thread makes it, and the others wait for its result.
-        let begun = known.begun.lock();
-        let mut begun = begun.unwrap_or_else(PoisonError::into_inner);
+        let mut begun = known.begun.locked();
         if let Some(sums) = known.sums.get() {
             return Ok(sums);
         }

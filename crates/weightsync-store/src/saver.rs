@@ -2,11 +2,12 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use weightsync_engine::transport::interrupt;
+use weightsync_engine::transport::threads::{self, CondvarExt as _, LockExt as _};
+use weightsync_engine::transport::{interrupt, left};
 use weightsync_engine::{Origin, Snapshot};
 
 use crate::error::{Result, StoreError};
@@ -68,26 +69,24 @@ impl Saver {
     pub fn start(mut writer: Writer) -> Result<Self> {
         let inbox = Arc::new(SaverInbox::default());
         let theirs = inbox.clone();
-        let thread = std::thread::Builder::new()
-            .name("weightsync-save".into())
-            .spawn(move || {
-                while let Some((models, saving)) = theirs.take() {
-                    // A panic ends this save, and nobody waits for ever.
-                    let saved = catch_unwind(AssertUnwindSafe(|| {
-                        // Copied first: a snapshot in shared memory takes one of the sender's slots.
-                        let own: Vec<_> = models.iter().map(Snapshot::to_owned_copy).collect();
-                        drop(models);
-                        writer.save_new(own)
-                    }));
-                    saving.end(match saved.unwrap_or_else(|panic| Err(panicked(&*panic))) {
-                        Ok(saved) => SaveOutcome::Durable(saved),
-                        Err(error) => {
-                            tracing::warn!("a version was not saved: {error}");
-                            SaveOutcome::Failed(Arc::new(error))
-                        }
-                    });
-                }
-            });
+        let thread = threads::spawn("save", move || {
+            while let Some((models, saving)) = theirs.take() {
+                // A panic ends this save, and nobody waits for ever.
+                let saved = catch_unwind(AssertUnwindSafe(|| {
+                    // Copied first: a snapshot in shared memory takes one of the sender's slots.
+                    let own: Vec<_> = models.iter().map(Snapshot::to_owned_copy).collect();
+                    drop(models);
+                    writer.save_new(own)
+                }));
+                saving.end(match saved.unwrap_or_else(|panic| Err(panicked(&*panic))) {
+                    Ok(saved) => SaveOutcome::Durable(saved),
+                    Err(error) => {
+                        tracing::warn!("a version was not saved: {error}");
+                        SaveOutcome::Failed(Arc::new(error))
+                    }
+                });
+            }
+        });
         let failed = |source| weightsync_engine::Error::Os {
             action: "starting the thread that saves versions",
             source,
@@ -144,7 +143,7 @@ impl Drop for Saver {
 
 impl SaverInbox {
     fn lock(&self) -> MutexGuard<'_, SaverState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 
     /// The next version to save; `None` at the end.
@@ -157,8 +156,7 @@ impl SaverInbox {
             if state.stop {
                 return None;
             }
-            let waited = self.changed.wait(state);
-            state = waited.unwrap_or_else(PoisonError::into_inner);
+            state = self.changed.wait_at_most(state, None);
         }
     }
 }
@@ -180,7 +178,7 @@ impl Saving {
             if let Some(outcome) = self.outcome() {
                 return Ok(Some(outcome));
             }
-            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            let left = left(deadline);
             if left.is_some_and(|left| left.is_zero()) {
                 return Ok(None);
             }
@@ -202,7 +200,7 @@ impl Saving {
 
 impl SaveState {
     fn lock(&self) -> MutexGuard<'_, Option<SaveOutcome>> {
-        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
+        self.outcome.locked()
     }
 }
 

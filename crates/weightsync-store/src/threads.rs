@@ -1,6 +1,7 @@
 //! Work that several threads share.
 
 use std::num::NonZero;
+use weightsync_engine::transport::threads;
 
 /// More threads gain nothing: memory, or the disk, is what limits.
 const MOST: usize = 4;
@@ -12,9 +13,7 @@ pub(crate) fn run(parts: usize, work: impl Fn() + Sync) {
     std::thread::scope(|scope| {
         for _ in 0..others {
             // Without another thread, this one does all.
-            let _ = std::thread::Builder::new()
-                .name("weightsync-store".into())
-                .spawn_scoped(scope, &work);
+            let _ = threads::spawn_scoped(scope, "store", &work);
         }
         // The caller's thread works, too, and sees its own interruptions.
         work();

@@ -12,6 +12,7 @@ use std::sync::Mutex;
 use indicatif::{ProgressBar, ProgressStyle};
 use weightsync_core::ModelId;
 use weightsync_engine::interruptible;
+use weightsync_engine::transport::threads::LockExt as _;
 use weightsync_store::{Damage, Store, Work};
 
 use crate::signals::Signals;
@@ -27,9 +28,7 @@ pub use self::watch::{WatchArgs, run as watch};
 fn open(address: &str) -> Result<Store, weightsync_store::StoreError> {
     let bar = Mutex::new(None);
     Ok(Store::open(address)?.with_progress(move |work| {
-        let mut bar = bar
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut bar = bar.locked();
         match work {
             Work::Reads(bytes) => *bar = Shown::begin("reading", bytes),
             Work::Writes(bytes) => *bar = Shown::begin("writing", bytes),

@@ -1,7 +1,8 @@
 //! Sources of weights that misbehave, or do not lie in order.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, RwLock};
 
+use weightsync_engine::transport::threads::RwLockExt as _;
 use weightsync_engine::{
     Attributes, Dtype, Error, Extracted, Layout, Result, TensorData, TensorRef, Tensors,
     WeightExtractor,
@@ -20,7 +21,7 @@ pub(crate) struct Shared(pub(crate) Arc<RwLock<Tensors>>);
 
 impl Shared {
     fn look<T>(&self, look: impl FnOnce(&dyn WeightExtractor) -> Result<T>) -> Result<T> {
-        let tensors = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let tensors = self.0.reading();
         match is_module(&tensors) {
             true => look(&module(&tensors)?),
             false => look(&*tensors),

@@ -1,9 +1,10 @@
 //! The trainer in a process.
 
-use std::sync::{Arc, PoisonError, RwLock, RwLockWriteGuard};
+use std::sync::{Arc, RwLock, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 use std::{mem, thread};
 
+use weightsync_engine::transport::threads::RwLockExt as _;
 use weightsync_engine::{
     AnyScheme, AsyncSendLimit, Expect, Outcome, PendingSend, Registered, Report, SendOptions,
     SendSource, Sender, SenderSetup, Set, Tensors, Version, WaitFor, WeightExtractor,
@@ -43,7 +44,7 @@ struct Own {
 
 impl Own {
     fn lock(&self) -> RwLockWriteGuard<'_, Tensors> {
-        self.tensors.write().unwrap_or_else(PoisonError::into_inner)
+        self.tensors.writing()
     }
 
     fn make(&self, word: u64) {

@@ -3,9 +3,10 @@
 //! The receiver is here while no thread uses it. The receiving thread takes it to wait for
 //! weights; a thread of the worker that needs it interrupts that wait, and takes it next.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Condvar, Mutex, MutexGuard, TryLockError};
 use std::time::{Duration, Instant};
 
+use weightsync_mem::threads::{CondvarExt as _, LockExt as _};
 use weightsync_mem::{Origin, interrupt};
 
 use super::status::{BackgroundState, BackgroundStatus};
@@ -59,7 +60,7 @@ impl<B> ReceiverHandoff<B> {
 
     pub(crate) fn lock(&self) -> MutexGuard<'_, HandoffState<B>> {
         // Changed in single steps, so it holds after a panic.
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.locked()
     }
 
     /// The same, if nobody is at it just now.
@@ -259,16 +260,7 @@ impl<B> ReceiverHandoff<B> {
             interrupt::ask()?;
             return Ok(self.lock());
         }
-        Ok(match interrupt::slice(left) {
-            None => {
-                let waited = self.changed.wait(inner);
-                waited.unwrap_or_else(PoisonError::into_inner)
-            }
-            Some(left) => {
-                let waited = self.changed.wait_timeout(inner, left);
-                waited.unwrap_or_else(PoisonError::into_inner).0
-            }
-        })
+        Ok(self.changed.wait_at_most(inner, interrupt::slice(left)))
     }
 }
 

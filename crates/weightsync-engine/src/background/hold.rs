@@ -2,11 +2,12 @@
 //! all.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, RwLock};
 use std::thread::ThreadId;
 use std::time::Instant;
 
 use weightsync_core::{ModelId, Run, Version};
+use weightsync_mem::threads::RwLockExt as _;
 
 use super::SafePoints;
 use super::handoff::ReceiverHandoff;
@@ -59,7 +60,7 @@ impl<M> Hold<M> {
 
     /// Marks the models as changed in part.
     pub(super) fn lose_whole(&self) {
-        let mut held = self.held.write().unwrap_or_else(PoisonError::into_inner);
+        let mut held = self.held.writing();
         held.whole = false;
     }
 

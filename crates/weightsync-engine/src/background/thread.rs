@@ -7,7 +7,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use weightsync_mem::{Error as Memory, Origin, interrupt};
+use weightsync_mem::threads;
+use weightsync_mem::{Backoff, Error as Memory, Origin, interrupt};
 
 use super::handoff::{HandoffState, ReceiverHandoff};
 use super::status::{BackgroundState, BackgroundStatus};
@@ -110,9 +111,8 @@ impl<B: Send + 'static> Follower<B> {
         let thread = match carries {
             false => None,
             true => {
-                let thread = std::thread::Builder::new().name("weightsync-background".into());
                 let handoff = handoff.clone();
-                let thread = thread.spawn(move || {
+                let thread = threads::spawn("background", move || {
                     let _gone = GoneOnDrop(&handoff);
                     run(&handoff, task);
                     handoff.fail();
@@ -220,7 +220,7 @@ enum NextStep {
 
 fn run<T: ThreadTask>(handoff: &ReceiverHandoff<T::Shared>, mut task: T) {
     let mut over = false;
-    let mut pause = SEARCH_FIRST;
+    let mut backoff = Backoff::new(SEARCH_FIRST, SEARCH_LAST);
     // Whether the failure in the status is of the search.
     let mut hindered = false;
     // Why no sender is reached: each reason is logged once.
@@ -266,11 +266,10 @@ fn run<T: ThreadTask>(handoff: &ReceiverHandoff<T::Shared>, mut task: T) {
         handoff.check_in(receiver, state, matches!(turn, NextStep::End));
         match turn {
             NextStep::End => return,
-            NextStep::Again => pause = SEARCH_FIRST,
+            NextStep::Again => backoff.reset(),
             NextStep::Rest => handoff.rest_until_news(seen, None),
             NextStep::Search(_) => {
-                handoff.rest_until_news(seen, Some(pause));
-                pause = (pause * 2).min(SEARCH_LAST);
+                handoff.rest_until_news(seen, Some(backoff.pause()));
             }
         }
     }

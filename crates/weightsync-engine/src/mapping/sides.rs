@@ -3,9 +3,10 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use weightsync_core::{Layout, TensorRef};
+use weightsync_mem::threads::LockExt as _;
 
 use super::plan::{MappingPlan, SourcePiece, TargetTensor};
 use super::quantised::Scales;
@@ -49,7 +50,7 @@ impl<'a, E: WeightExtractor> MappedExtractor<'a, E> {
         layout: impl FnOnce() -> Result<Layout>,
     ) -> Result<Arc<MappingPlan>> {
         // A plan is put there whole.
-        let mut known = self.plan.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.plan.locked();
         // A trainer sends the same layout again and again: the plan is made once.
         if let Some(plan) = known.as_ref().filter(|plan| is_for(&plan.source)) {
             return Ok(plan.clone());

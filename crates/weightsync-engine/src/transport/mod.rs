@@ -56,9 +56,9 @@ pub use crate::scheme::Registration;
 pub use crate::send_history::SendHistory;
 /// Adds a [`Registration`]: `register! { Registration::new("name", parse) }`.
 pub use inventory::submit as register;
-pub use weightsync_mem::interrupt;
 pub use weightsync_mem::{
-    BoxedError, CopyOptions, Deadline, Fill, Lateness, Source, WaitStyle, raise_files,
+    Backoff, BoxedError, CopyOptions, Deadline, Fill, Lateness, Source, WaitStyle, interrupt, left,
+    raise_files, threads,
 };
 
 /// The moment `timeout` from now; `None` is never, as is a moment beyond the clock's range.

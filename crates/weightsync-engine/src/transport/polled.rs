@@ -11,19 +11,20 @@ mod roster;
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::{
     ModelId, Outcome, Run, SenderStatus, Version, WorkerId, WorkerReport, WorkerStatus,
 };
+use weightsync_mem::threads::{CondvarExt as _, LockExt as _};
 
 use self::roster::PolledWorker;
 pub use self::roster::Roster;
 use super::{
-    Attendance, CopyOptions, Deadline, Image, Level, ModelSpec, Outstanding, SenderTransport,
-    Source, Staging, Targets, interrupt,
+    Attendance, CopyOptions, Deadline, Image, Interrupter, Level, ModelSpec, Outstanding,
+    SenderTransport, Source, Staging, Targets, interrupt, left,
 };
 use crate::error::{Error, Result};
 use crate::snapshot::Snapshot;
@@ -166,14 +167,61 @@ impl Pause {
     ///
     /// [`Error::Interrupted`].
     pub fn until(&mut self, deadline: Deadline) -> Result<bool> {
-        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-        if left.is_some_and(|left| left.is_zero()) {
+        self.until_interrupted(deadline, &Interruption::default())
+    }
+
+    /// As [`until`](Self::until), and false at once if the wait is interrupted.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Interrupted`].
+    pub fn until_interrupted(&mut self, deadline: Deadline, by: &Interruption) -> Result<bool> {
+        if left(deadline).is_some_and(|left| left.is_zero()) {
+            // An interrupt is of this wait, though the deadline ends it.
+            by.take();
             return Ok(false);
         }
-        let pause = left.map_or(self.next, |left| left.min(self.next));
-        interrupt::sleep(pause)?;
+        let over = Instant::now() + self.next;
+        if by.sleep(deadline.map_or(over, |deadline| deadline.min(over)))? {
+            return Ok(false);
+        }
         self.next = self.last.min(self.next * 5 / 4);
         Ok(true)
+    }
+}
+
+/// How other threads end the waits of a worker's end: its [`Interrupter`]s, and the wait itself.
+#[derive(Clone, Debug, Default)]
+pub struct Interruption(Arc<(Mutex<bool>, Condvar)>);
+
+impl Interruption {
+    /// What ends the wait, or the next one if there is none.
+    pub fn interrupter(&self) -> Interrupter {
+        let Self(place) = self.clone();
+        Interrupter::new(move || {
+            *place.0.locked() = true;
+            place.1.notify_all();
+        })
+    }
+
+    fn take(&self) -> bool {
+        std::mem::take(&mut *self.0.0.locked())
+    }
+
+    /// Sleeps; true at once if it is interrupted.
+    fn sleep(&self, until: Instant) -> Result<bool> {
+        let (interrupted, changed) = &*self.0;
+        loop {
+            // Without the lock: the caller's check may interrupt this end itself.
+            let slice = interrupt::at_most(left(Some(until)))?;
+            let mut guard = interrupted.locked();
+            if !*guard {
+                guard = changed.wait_at_most(guard, slice);
+            }
+            if *guard || Instant::now() >= until {
+                return Ok(std::mem::take(&mut *guard));
+            }
+        }
     }
 }
 
@@ -460,7 +508,7 @@ impl Outstanding for PolledPublication {
             // What it has said by now is noted. It counts as late until it says something else.
             if !self.line(worker, level).outcome.is_final(level) {
                 let (_, words) = worker.look();
-                let mut late = worker.late.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut late = worker.late.locked();
                 late.note(self.sequence, self.at, words);
             }
         }
@@ -507,7 +555,7 @@ impl PolledPublication {
         // Passed over if it was late before and has said nothing new since.
         let late = match outcome {
             Outcome::Late if !self.waits_for_late => {
-                let late = worker.late.lock().unwrap_or_else(PoisonError::into_inner);
+                let late = worker.late.locked();
                 late.since(self.sequence, || words.clone())
             }
             _ => None,
@@ -534,5 +582,26 @@ impl AboutWorker {
         let at = self.wanted.iter().position(|wanted| *wanted == model);
         let found = at.and_then(|at| words.versions.get(at));
         found.copied().unwrap_or(Version::NONE)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn interrupt_ends_this_wait_or_the_next_one() {
+        let (hour, interruption) = (Duration::from_secs(3600), Interruption::default());
+        let interrupter = interruption.interrupter();
+        interrupter.interrupt();
+        let mut pause = Pause::new((hour, hour));
+        assert!(!pause.until_interrupted(None, &interruption).unwrap());
+        std::thread::scope(|scope| {
+            scope.spawn(|| interrupter.interrupt());
+            assert!(!pause.until_interrupted(None, &interruption).unwrap());
+        });
+        // None is left over.
+        let mut pause = Pause::new((Duration::from_millis(1), hour));
+        assert!(pause.until_interrupted(None, &interruption).unwrap());
     }
 }

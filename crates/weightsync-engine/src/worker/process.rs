@@ -14,11 +14,12 @@ use rustix::io::Errno;
 use rustix::process::{Pid, Signal, getpgrp, getpid, getppid, kill_process, kill_process_group};
 use serde::de::DeserializeOwned;
 use weightsync_mem::interrupt;
+use weightsync_mem::threads::{self, LockExt as _};
 
 use super::error::{PipeFault, WorkerError};
 use super::frame::{FrameAssembler, Greeting, PipeFrameKind, header};
 use super::pipe::{self, PipeRead};
-use super::wait::{Owner, WaitEnd, Waker, deadline, lock, wait, wait_or_interrupt};
+use super::wait::{Owner, WaitEnd, Waker, deadline, wait, wait_or_interrupt};
 use super::{MARK, spawn, system};
 
 /// The running program, also when its file has been replaced or removed.
@@ -125,7 +126,7 @@ impl WorkerProcess {
         let header = header(PipeFrameKind::User, frame.len() as u32);
         let total = header.len() + frame.len();
         let socket = &self.shared.socket;
-        let mut rest = lock(&self.sending);
+        let mut rest = self.sending.locked();
         let write = |first: &[u8], second: &[u8], done| {
             pipe::write(socket, first, second, done).map_err(|_| WorkerError::Closed)
         };
@@ -179,7 +180,7 @@ impl WorkerProcess {
     pub fn recv(&self, timeout: Option<Duration>) -> Result<Option<Vec<u8>>, WorkerError> {
         self.owner.check()?;
         let deadline = deadline(timeout);
-        let mut state = lock(&self.shared.state);
+        let mut state = self.shared.state.locked();
         loop {
             // Frames come before the fault and the end: they were sent before.
             if let Some(frame) = state.queue.pop_front() {
@@ -209,7 +210,7 @@ impl WorkerProcess {
 
     /// Whether the trainer closed the pipe or died: then this process is to end.
     pub fn is_closed(&self) -> bool {
-        lock(&self.shared.state).closed
+        self.shared.state.locked().closed
     }
 
     fn attach(trainer: u32) -> Result<Self, WorkerError> {
@@ -231,14 +232,12 @@ impl WorkerProcess {
             grace: Duration::ZERO,
             queue_bytes: 0,
         };
-        thread::Builder::new()
-            .name("ws-lifeline".into())
-            .spawn(move || lifeline.run())
+        threads::spawn("lifeline", move || lifeline.run())
             .map_err(WorkerError::os("starting the lifeline thread"))?;
 
         // The lifeline thread ends this wait in any case: with the init bytes, a fault, or the end
         // of the pipe.
-        let mut state = lock(&shared.state);
+        let mut state = shared.state.locked();
         let (greeting, init) = loop {
             if let Some(welcome) = state.welcome.take() {
                 break welcome;
@@ -352,7 +351,7 @@ enum PipeEnd {
 impl Lifeline {
     fn run(mut self) {
         let end = self.read_to_the_end();
-        let mut state = lock(&self.shared.state);
+        let mut state = self.shared.state.locked();
         state.closed = true;
         if let PipeEnd::Fault(fault) = end {
             state.fault = Some(fault);
@@ -375,7 +374,7 @@ impl Lifeline {
             // What is left after a hang-up is read whatever the queue holds: a socket's buffer
             // bounds it, and nobody could wait for room, as the process is about to end.
             let room = disconnected || {
-                let mut state = lock(&self.shared.state);
+                let mut state = self.shared.state.locked();
                 let room = state.queued < self.queue_bytes.max(1);
                 state.paused = !room;
                 room
@@ -418,11 +417,11 @@ impl Lifeline {
                 // The init bytes follow the greeting at once, and come once.
                 (PipeFrameKind::Init, Some((parsed, false))) => {
                     greeting = Some((parsed, true));
-                    lock(&self.shared.state).welcome = Some((parsed, payload));
+                    self.shared.state.locked().welcome = Some((parsed, payload));
                     self.shared.changed.notify_all();
                 }
                 (PipeFrameKind::User, Some((_, true))) => {
-                    let mut state = lock(&self.shared.state);
+                    let mut state = self.shared.state.locked();
                     state.queued += payload.len() + FRAME_COST;
                     state.queue.push_back(payload);
                     drop(state);

@@ -1,20 +1,15 @@
 //! Locks, deadlines and wake-ups shared by both ends.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::sync::{Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
-use weightsync_mem::{Error as MemoryError, Origin, interrupt};
+use weightsync_mem::threads::{CondvarExt as _, LockExt as _};
+use weightsync_mem::{Error as MemoryError, Origin, interrupt, left};
 
 use super::error::WorkerError;
 use super::system;
 pub(super) use crate::transport::deadline;
-
-/// Locks `mutex`. Every critical section leaves its state whole at each step that can panic, so a
-/// poisoned lock is as good as any.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Waits for `changed` until `deadline`; `Err` when that has passed.
 pub(super) fn wait<'a, T>(
@@ -22,17 +17,10 @@ pub(super) fn wait<'a, T>(
     guard: MutexGuard<'a, T>,
     deadline: Option<Instant>,
 ) -> Result<MutexGuard<'a, T>, MutexGuard<'a, T>> {
-    let Some(deadline) = deadline else {
-        return Ok(changed.wait(guard).unwrap_or_else(PoisonError::into_inner));
-    };
-    let left = deadline.saturating_duration_since(Instant::now());
-    if left.is_zero() {
-        return Err(guard);
+    match left(deadline) {
+        Some(Duration::ZERO) => Err(guard),
+        left => Ok(changed.wait_at_most(guard, left)),
     }
-    let (guard, _) = changed
-        .wait_timeout(guard, left)
-        .unwrap_or_else(PoisonError::into_inner);
-    Ok(guard)
 }
 
 /// As [`wait`], and [`WaitEnd::Interrupted`] if this thread's check says so.
@@ -45,7 +33,7 @@ pub(super) fn wait_or_interrupt<'a, T>(
         // Asked without the lock; then the caller looks again.
         drop(guard);
         let asked = interrupt::ask();
-        let guard = lock(mutex);
+        let guard = mutex.locked();
         return match asked {
             Ok(()) => Ok(guard),
             Err(_) => Err((guard, WaitEnd::Interrupted)),

@@ -21,8 +21,8 @@ use super::pipe::{self, PipeRead};
 use super::process::FRAME_COST;
 use super::spawn::{Launched, Restart, Spawn, StderrLine};
 use super::system;
-use super::wait::lock;
 use super::workers::{ProcessLink, RestartRequest, WorkerGroup};
+use weightsync_mem::threads::LockExt as _;
 
 /// Frames read from one worker before the others get their turn.
 const FRAMES_PER_TURN: usize = 32;
@@ -118,7 +118,7 @@ impl Watcher {
     fn prepare(&mut self) -> bool {
         // What the callers want, taken in one step. The lock is released before a process is
         // started, which may take long.
-        let mut state = lock(&self.shared.state);
+        let mut state = self.shared.state.locked();
         let (closing, abandoned) = (state.closing, state.abandoned);
         let requests = std::mem::take(&mut state.requests);
         if closing {
@@ -172,7 +172,7 @@ impl Watcher {
         };
         // Room and `paused` belong together under this lock: a caller that takes an event then sees
         // `paused`, and wakes this thread.
-        let mut state = lock(&self.shared.state);
+        let mut state = self.shared.state.locked();
         let closing = state.closing;
         let mut reapable = Vec::with_capacity(self.running.len());
         for (worker, running) in self.running.iter().enumerate() {
@@ -235,7 +235,7 @@ impl Watcher {
         if wanted.contains(PollFlags::IN) {
             // The lock is not held for the read: callers take events meanwhile.
             let room = {
-                let state = lock(&self.shared.state);
+                let state = self.shared.state.locked();
                 self.spawn
                     .queue_bytes
                     .max(1)
@@ -246,7 +246,7 @@ impl Watcher {
             let disconnected = self.running[worker]
                 .as_ref()
                 .is_some_and(|running| !running.reading);
-            let mut state = lock(&self.shared.state);
+            let mut state = self.shared.state.locked();
             state.slots[worker].disconnected |= disconnected;
             state.deliver(worker, frames);
             drop(state);
@@ -259,7 +259,7 @@ impl Watcher {
             return;
         };
         // Held for the write: a caller sees the outbox before it or after it.
-        let mut state = lock(&self.shared.state);
+        let mut state = self.shared.state.locked();
         let slot = &mut state.slots[worker];
         match slot.outbox.flush(&running.link.socket) {
             // The rest still waits for room, so no caller has anything to see.
@@ -365,7 +365,7 @@ impl Watcher {
         // sees a group in which nothing is left to happen. Its frames are read later, by this
         // same thread.
         let request = self.awaited[worker].take();
-        let closing = lock(&self.shared.state).closing;
+        let closing = self.shared.state.locked().closing;
         let next = match &request {
             _ if closing => None,
             Some(request) => Some(self.launch(worker, request.init.clone())),
@@ -377,12 +377,14 @@ impl Watcher {
         tracing::debug!(worker, %exit, "a worker has ended");
 
         // Frames first: a reader gets everything that the process sent before its end.
-        let mut state = lock(&self.shared.state);
+        let mut state = self.shared.state.locked();
         state.deliver(worker, frames);
         state.record_exit(worker, exit);
+        // Until the next process has the slot, which `record_exit` has cleared.
+        state.restarting += 1;
         drop(state);
-        // After `record_exit`, which clears the slot that the next process takes.
         let next = next.map(|next| next.map(|next| self.enrol(worker, next)));
+        self.shared.state.locked().restarting -= 1;
         self.shared.changed.notify_all();
         match (request, next) {
             (Some(request), Some(next)) => answer(request, next),
@@ -396,7 +398,7 @@ impl Watcher {
 
     /// Whether the restart policy wants a process in place of one that ended; counts it if so.
     fn policy_restarts(&mut self, worker: usize, exit: &Exit) -> bool {
-        let killed = lock(&self.shared.state).slots[worker].killed;
+        let killed = self.shared.state.locked().slots[worker].killed;
         let wanted = !exit.is_success() && self.may_restart(worker, killed);
         self.restarts[worker] += u32::from(wanted);
         wanted
@@ -464,7 +466,7 @@ impl Watcher {
         let init = Arc::clone(&self.inits[worker]);
         let first = greeting.frame_before_init(init.len() as u32);
         let pid = running.link.pid;
-        let mut state = lock(&self.shared.state);
+        let mut state = self.shared.state.locked();
         // In one step: a caller's frame never comes before the greeting.
         let slot = &mut state.slots[worker];
         slot.link = Some(running.link.clone());
@@ -488,7 +490,7 @@ impl Drop for Watcher {
             .iter()
             .flatten()
             .for_each(|running| running.link.kill());
-        let mut state = lock(&self.shared.state);
+        let mut state = self.shared.state.locked();
         // Callers that wait for a restart see their channel close.
         state.requests.clear();
         for (slot, running) in state.slots.iter_mut().zip(running) {

@@ -5,7 +5,7 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::error::WorkerError;
@@ -15,8 +15,9 @@ use super::pipe;
 use super::process::FRAME_COST;
 use super::spawn::{Spawn, check_len};
 use super::system;
-use super::wait::{Owner, WaitEnd, Waker, deadline, lock, wait, wait_or_interrupt};
+use super::wait::{Owner, WaitEnd, Waker, deadline, wait, wait_or_interrupt};
 use super::watch::Watcher;
+use weightsync_mem::threads::{self, LockExt as _};
 
 /// How long a process may take to die of SIGKILL. Only an uninterruptible wait in the kernel
 /// takes longer.
@@ -62,7 +63,7 @@ impl Workers {
     pub fn running(&self) -> usize {
         // In a forked copy the lock may be held forever, by a thread that is not there.
         match self.owner.check() {
-            Ok(()) => lock(&self.shared.state).running(),
+            Ok(()) => self.shared.state.locked().running(),
             Err(_) => 0,
         }
     }
@@ -70,7 +71,7 @@ impl Workers {
     /// The process id of a worker; `None` while it has no process, or when there is no such worker.
     pub fn pid(&self, worker: usize) -> Option<u32> {
         self.check(worker).ok()?;
-        let state = lock(&self.shared.state);
+        let state = self.shared.state.locked();
         Some(state.slots.get(worker)?.link.as_ref()?.pid)
     }
 
@@ -104,7 +105,7 @@ impl Workers {
         let place = (&self.shared.state, &self.shared.changed);
 
         // Our turn comes when the frame before ours is in the pipe.
-        let mut state = lock(&self.shared.state);
+        let mut state = self.shared.state.locked();
         // Each turn looks at the worker again: it may have died, or have a new process.
         let link = loop {
             let link = state.link(worker)?;
@@ -131,6 +132,11 @@ impl Workers {
             state = match wait_or_interrupt(place, state, deadline) {
                 Ok(state) => state,
                 Err((mut state, ended)) => {
+                    // The worker may have died while the interrupt check ran, without the lock. Its
+                    // end clears the outbox too, and the rest of the frame is lost then.
+                    if state.link(worker)?.pid != pid {
+                        return Err(state.slots[worker].gone(worker));
+                    }
                     let outbox = &mut state.slots[worker].outbox;
                     if !outbox.is_waiting(turn) {
                         return Ok(());
@@ -164,7 +170,7 @@ impl Workers {
     pub fn recv_any(&self, timeout: Option<Duration>) -> Option<(usize, Event)> {
         self.owner.check().ok()?;
         let deadline = deadline(timeout);
-        let mut state = lock(&self.shared.state);
+        let mut state = self.shared.state.locked();
         loop {
             if let Some((worker, event)) = state.events.pop_front() {
                 let slot = &mut state.slots[worker];
@@ -201,7 +207,7 @@ impl Workers {
         self.check(worker)?;
         check_len(init.as_ref().map_or(0, Vec::len), self.max_frame)?;
         let (reply, answer) = sync_channel(1);
-        let mut state = lock(&self.shared.state);
+        let mut state = self.shared.state.locked();
         if state.closing || state.finished {
             return Err(WorkerError::ShutDown);
         }
@@ -219,7 +225,7 @@ impl Workers {
         // The old process has to die first. After a timeout the request stands: the process is
         // started as soon as the old one has died.
         let answer = answer.recv_timeout(DEATH);
-        lock(&self.shared.state).restarting -= 1;
+        self.shared.state.locked().restarting -= 1;
         self.shared.changed.notify_all();
         match answer {
             Ok(answer) => answer,
@@ -239,7 +245,7 @@ impl Workers {
     /// [`WorkerError::NoSuchWorker`], [`WorkerError::Forked`].
     pub fn kill(&self, worker: usize) -> Result<(), WorkerError> {
         self.check(worker)?;
-        let mut state = lock(&self.shared.state);
+        let mut state = self.shared.state.locked();
         let slot = &mut state.slots[worker];
         if let Some(link) = &slot.link {
             // Before the signal: the watching thread must not take this end for a crash, and
@@ -264,7 +270,7 @@ impl Workers {
         if self.owner.check().is_err() {
             return Vec::new();
         }
-        let mut state = lock(&self.shared.state);
+        let mut state = self.shared.state.locked();
         // The watching thread closes the pipes, which asks the workers to end.
         state.closing = true;
         self.shared.waker.wake();
@@ -295,13 +301,13 @@ impl Workers {
         self.shared.waker.wake();
 
         // A second caller waits here for the first.
-        let mut watcher = lock(&self.watcher);
+        let mut watcher = self.watcher.locked();
         if let Some(watcher) = watcher.take()
             && watcher.join().is_err()
         {
             tracing::error!("the thread that watches the workers panicked; the workers are ended");
         }
-        let state = lock(&self.shared.state);
+        let state = self.shared.state.locked();
         state
             .slots
             .iter()
@@ -324,10 +330,10 @@ impl Workers {
         let (started, answer) = sync_channel(1);
         let theirs = Arc::clone(&shared);
         // This thread starts all processes, also at a restart: each is killed when it ends.
-        let watcher = thread::Builder::new()
-            .name("ws-workers".into())
-            .spawn(move || Watcher::new(theirs, spawn, inits).run(&started))
-            .map_err(WorkerError::os("starting the thread that watches workers"))?;
+        let watcher = threads::spawn("workers", move || {
+            Watcher::new(theirs, spawn, inits).run(&started)
+        })
+        .map_err(WorkerError::os("starting the thread that watches workers"))?;
         match answer.recv() {
             Ok(Ok(())) => Ok(Self {
                 shared,
@@ -403,7 +409,7 @@ pub(super) struct GroupState {
     pub(super) events: VecDeque<(usize, Event)>,
     pub(super) requests: Vec<RestartRequest>,
     /// How many callers wait for a restart.
-    restarting: usize,
+    pub(super) restarting: usize,
     /// The group is being shut down.
     pub(super) closing: bool,
     /// The watching thread is to end whatever still runs.

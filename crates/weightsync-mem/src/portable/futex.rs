@@ -4,12 +4,13 @@
 //! that is woken for another word sleeps again.
 
 use std::sync::atomic::AtomicU64;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::Instant;
 
 use crate::error::Error;
 use crate::interrupt;
 use crate::sync::load_acquire;
+use crate::threads::{CondvarExt as _, LockExt as _};
 use crate::wait::Deadline;
 
 static ASLEEP: Mutex<()> = Mutex::new(());
@@ -23,21 +24,14 @@ pub(crate) fn value(word: &AtomicU64) -> u32 {
 /// Sleeps while the low half is `value`, until the word is woken, the deadline comes, or this
 /// thread is interrupted. May wake without a reason.
 pub(crate) fn wait(word: &AtomicU64, value: u32, deadline: Deadline) -> Result<(), Error> {
-    let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
     // The check runs without the lock.
-    let left = interrupt::at_most(left)?;
+    let left = interrupt::at_most(left(deadline))?;
     let lock = asleep();
     // Under the lock, which the thread that changes the word takes before it wakes.
     if self::value(word) != value {
         return Ok(());
     }
-    match left {
-        Some(left) => {
-            let waited = WOKEN.wait_timeout(lock, left);
-            drop(waited.unwrap_or_else(PoisonError::into_inner));
-        }
-        None => drop(WOKEN.wait(lock).unwrap_or_else(PoisonError::into_inner)),
-    }
+    drop(WOKEN.wait_at_most(lock, left));
     Ok(())
 }
 
@@ -49,5 +43,5 @@ pub(crate) fn wake(_word: &AtomicU64) {
 
 fn asleep() -> MutexGuard<'static, ()> {
     // There is no state to be left half changed.
-    ASLEEP.lock().unwrap_or_else(PoisonError::into_inner)
+    ASLEEP.locked()
 }

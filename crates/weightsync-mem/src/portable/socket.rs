@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use rustix::event::PollFlags;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -16,6 +16,7 @@ use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType};
 
 use crate::error::{Error, bad, os};
 use crate::fork::Origin;
+use crate::threads::LockExt as _;
 use crate::wait::Doorbell;
 use crate::wire::Packet;
 
@@ -100,7 +101,7 @@ impl Listener {
             origin: Origin::here(),
         });
         // Looked up and inserted under one lock, so that two listeners never share a name.
-        let mut doors = lock(&DOORS);
+        let mut doors = DOORS.locked();
         if doors.get(name).and_then(open).is_some() {
             return Err(Error::AddressInUse {
                 address: name.into(),
@@ -115,7 +116,7 @@ impl Listener {
 
     /// Accepts the next connection; `None` if there is none.
     pub(crate) fn accept(&self) -> Result<Option<Socket>, Error> {
-        let mut queue = lock(&self.door.queue);
+        let mut queue = self.door.queue.locked();
         let next = queue.as_mut().and_then(VecDeque::pop_front);
         if queue.as_ref().is_none_or(VecDeque::is_empty) {
             // Only with an empty queue. A connection that comes later rings under the queue's lock.
@@ -138,9 +139,9 @@ impl Drop for Listener {
             // child does not have may hold the lock.
             return;
         }
-        lock(&DOORS).remove(&self.name);
+        DOORS.locked().remove(&self.name);
         // Dropped after the lock is released; it hangs up.
-        let refused = lock(&self.door.queue).take();
+        let refused = self.door.queue.locked().take();
         drop(refused);
     }
 }
@@ -151,7 +152,7 @@ fn open(door: &Weak<Door>) -> Option<Arc<Door>> {
 }
 
 fn find(name: &str) -> Option<Arc<Door>> {
-    lock(&DOORS).get(name).and_then(open)
+    DOORS.locked().get(name).and_then(open)
 }
 
 /// Whether this process listens on a name.
@@ -183,7 +184,7 @@ impl Socket {
             to_peer: other,
             from_peer: one,
         };
-        let mut queue = lock(&door.queue);
+        let mut queue = door.queue.locked();
         let Some(waiting) = queue.as_mut() else {
             return Ok(None);
         };
@@ -213,7 +214,7 @@ impl Socket {
         let copies = copies.collect::<Result<_, _>>();
         let packet = (bytes.to_vec(), copies.map_err(os("sending to the peer"))?);
         // Held until both are there, so that the peer finds a packet for each byte.
-        let mut queue = lock(&self.to_peer);
+        let mut queue = self.to_peer.locked();
         match rustix::io::retry_on_intr(|| rustix::io::write(&self.signal, &[1])) {
             Ok(_) => {
                 queue.push_back(packet);
@@ -236,7 +237,7 @@ impl Socket {
         match rustix::io::retry_on_intr(|| rustix::io::read(&self.signal, &mut byte)) {
             Ok(0) | Err(Errno::CONNRESET) => Ok(Packet::HungUp),
             // A byte without a packet comes from a forked child's copy of this connection.
-            Ok(_) => Ok(match lock(&self.from_peer).pop_front() {
+            Ok(_) => Ok(match self.from_peer.locked().pop_front() {
                 Some((bytes, fds)) => Packet::Data(bytes, fds),
                 None => Packet::Empty,
             }),
@@ -271,9 +272,4 @@ fn set_up(fd: &OwnedFd) -> Result<(), Errno> {
     #[cfg(target_vendor = "apple")]
     rustix::net::sockopt::set_socket_nosigpipe(fd, true)?;
     Ok(())
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Each change is one step, so the state is valid after a panic.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

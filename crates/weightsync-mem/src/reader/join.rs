@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use weightsync_core::{Run, Version};
 
 use super::{ANSWER_TIME, AttachOptions, RELAY_TIME, SegmentReader};
+use crate::backoff::Backoff;
 use crate::error::{Error, bad, unexpected};
 use crate::interrupt;
 use crate::map::{MemoryMap, OwnedFile};
@@ -21,7 +22,7 @@ use crate::shared::{
 use crate::slot::Slot;
 use crate::socket::Socket;
 use crate::spans::SlotShape;
-use crate::wait::{Deadline, Doorbell, passed, poll};
+use crate::wait::{Deadline, Doorbell, left, passed, poll};
 use crate::watch::{Mapped, Watch};
 use crate::wire::{Delivery, MAX_DEVICE, Packet, ReaderMessage, SenderMessage};
 
@@ -56,7 +57,7 @@ impl SegmentReader {
     ) -> Result<Self, E> {
         check(options)?;
         let since = Instant::now();
-        let mut pause = Duration::from_millis(2);
+        let mut backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(50));
         loop {
             // Asked before each attempt: a restarted sender of a run directory has another address.
             if let Some(address) = find()?
@@ -72,10 +73,9 @@ impl SegmentReader {
                 };
                 return Err(nobody.into());
             }
-            let left = deadline.map_or(pause, |at| at.saturating_duration_since(Instant::now()));
-            interrupt::sleep(pause.min(left))?;
             // Short at first, for a worker that was started together with its sender.
-            pause = (pause * 2).min(Duration::from_millis(50));
+            let pause = backoff.pause();
+            interrupt::sleep(left(deadline).map_or(pause, |left| left.min(pause)))?;
         }
     }
 

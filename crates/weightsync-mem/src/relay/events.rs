@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use weightsync_core::{Epoch, Version, WorkerId};
 
@@ -12,6 +12,7 @@ use crate::registry::{Departure, RegisteredReader, RegistryState};
 use crate::service;
 use crate::set::ModelMask;
 use crate::socket::Socket;
+use crate::threads::LockExt as _;
 use crate::wire::{Delivery, Want};
 
 /// How many workers may wait for admission.
@@ -289,7 +290,7 @@ impl Relayed {
 
     fn queue(&self) -> MutexGuard<'_, EventQueue> {
         // Events are pushed whole, so the queue is valid after a panic.
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.locked()
     }
 }
 

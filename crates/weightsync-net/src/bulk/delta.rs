@@ -6,12 +6,13 @@ mod versions;
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use weightsync_core::delta::{self, BitPattern, Codec, Encoded, Scratch};
 use weightsync_core::{Layout, Version};
 use weightsync_engine::Changes;
 use weightsync_mem::Snapshot;
+use weightsync_mem::threads::{self, LockExt as _};
 
 pub(crate) use self::ring::DeltaRing;
 use self::versions::VersionPair;
@@ -264,9 +265,7 @@ impl Delta {
         if self.parts.is_empty() {
             return None;
         }
-        // The lock guards no data, so a panic leaves nothing half done.
-        let alone = self.folding.lock();
-        let _alone = alone.unwrap_or_else(PoisonError::into_inner);
+        let _alone = self.folding.locked();
         // Another thread may have folded the span while this one waited for the lock.
         if let Some(known) = span.get() {
             return Some(known);
@@ -457,9 +456,7 @@ impl Delta {
         std::thread::scope(|scope| {
             for _ in 1..THREADS {
                 // If the thread cannot start, this one does all the work.
-                let _ = std::thread::Builder::new()
-                    .name("weightsync-delta".into())
-                    .spawn_scoped(scope, || work(&mut Scratch::new()));
+                let _ = threads::spawn_scoped(scope, "delta", || work(&mut Scratch::new()));
             }
             work(&mut scratch);
         });

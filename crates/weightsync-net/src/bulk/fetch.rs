@@ -9,12 +9,13 @@ use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use weightsync_core::Run;
 use weightsync_core::delta::Scratch;
 use weightsync_mem::PartialSlot;
+use weightsync_mem::threads::LockExt as _;
 use weightsync_simd::Crc64;
 
 pub(crate) use self::apply::DeltaBase;
@@ -129,7 +130,7 @@ impl Connections {
     }
 
     fn throughput(&self, parent: Parent) -> Arc<Throughput> {
-        let mut meters = self.meters.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut meters = self.meters.locked();
         meters.retain(|(_, throughput)| throughput.strong_count() > 0);
         let known = meters.iter().find(|(of, _)| *of == parent);
         if let Some(throughput) = known.and_then(|(_, throughput)| throughput.upgrade()) {
@@ -141,7 +142,7 @@ impl Connections {
     }
 
     fn idle(&self) -> MutexGuard<'_, VecDeque<(Parent, Stream)>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+        self.idle.locked()
     }
 }
 
@@ -251,7 +252,7 @@ impl BulkFetch {
                 let end = own.fetch(&mine);
                 own.end(end);
             };
-            if let Err(error) = threads.spawn("weightsync-fetch", work) {
+            if let Err(error) = threads.spawn("fetch", work) {
                 // As if this connection had failed. The others go on.
                 task.end(Err(error));
             }
@@ -486,10 +487,7 @@ impl FetchTask {
             Err(error) => Some(FetchEnd::Broken(error)),
         };
         // Held across the count, so the last connection sees how all others have ended.
-        let mut first = self
-            .first_end
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut first = self.first_end.locked();
         if end.is_some() && first.is_none() {
             *first = end;
         }
@@ -512,7 +510,7 @@ impl FetchTask {
 
     /// Takes the bytes transferred since the last call, if there are enough.
     fn take_transferred(&self, least: u64) -> Transferred {
-        let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut before = self.before.locked();
         let bytes = self.bytes.load(Ordering::Relaxed);
         let coded = self.coded.load(Ordering::Relaxed);
         if bytes + coded < least {
@@ -545,7 +543,7 @@ impl FetchTask {
     }
 
     fn sockets(&self) -> MutexGuard<'_, Vec<TcpStream>> {
-        self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
+        self.sockets.locked()
     }
 
     fn is_stopped(&self) -> bool {

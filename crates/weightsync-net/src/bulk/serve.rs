@@ -6,7 +6,7 @@ mod transfer;
 use std::collections::HashMap;
 use std::io::{self, IoSlice, Write};
 use std::os::fd::AsFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use rustix::net::sockopt;
@@ -14,6 +14,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot};
 use weightsync_core::Run;
 use weightsync_core::delta::Scratch;
+use weightsync_mem::threads::LockExt as _;
 
 use self::transfer::Transfer;
 use super::delta::{Delta, SpanCoding};
@@ -156,7 +157,7 @@ impl Serving {
     /// Takes a child in, at the cost of an idle one if there are too many. `None`: all are busy.
     fn admit(&self, socket: &AsyncStream, closed: Arc<Notify>) -> Option<Connected> {
         let from = socket.socket().peer_addr().ok()?.ip();
-        let mut children = locked(&self.children);
+        let mut children = self.children.locked();
         let room = ConnectionLimits::within_descriptors(self.most_children, children.count());
         let entered = children.enter(from, Doing::Idle, &room, closed);
         drop(children);
@@ -240,7 +241,7 @@ impl Serving {
             return Ok(None);
         };
         let (done, is_done) = oneshot::channel();
-        self.threads.spawn("weightsync-serve", move || {
+        self.threads.spawn("serve", move || {
             let result = work(&mut stream);
             // Before the result is told, so that the next fetch begins at once.
             drop((watched, permit));
@@ -333,7 +334,7 @@ impl Serving {
     }
 
     fn rates(&self) -> MutexGuard<'_, HashMap<u64, u64>> {
-        locked(&self.rates)
+        self.rates.locked()
     }
 
     /// Whether other fetches wait for a turn.
@@ -352,19 +353,14 @@ struct Connected {
 impl Connected {
     /// Notes what it does. False if its connection is closed for another one.
     fn note_doing(&self, doing: Doing) -> bool {
-        locked(&self.all).is_now(self.number, doing)
+        self.all.locked().is_now(self.number, doing)
     }
 }
 
 impl Drop for Connected {
     fn drop(&mut self) {
-        locked(&self.all).leave(self.number);
+        self.all.locked().leave(self.number);
     }
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Each change is one insertion or removal, so the map is valid after a panic.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The state of a span's delta.

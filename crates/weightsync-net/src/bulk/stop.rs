@@ -3,8 +3,10 @@
 use std::collections::HashMap;
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
+
+use weightsync_mem::threads::{self, LockExt as _};
 
 /// Threads that serve or fetch, and their connections: stopped and joined together.
 #[derive(Debug, Default)]
@@ -46,7 +48,7 @@ impl Threads {
         name: &str,
         work: impl FnOnce() + Send + 'static,
     ) -> std::io::Result<()> {
-        let thread = std::thread::Builder::new().name(name.into()).spawn(work)?;
+        let thread = threads::spawn(name, work)?;
         let mut handles = self.handles();
         // Handles of threads that have ended would pile up.
         handles.retain(|handle| !handle.is_finished());
@@ -83,11 +85,11 @@ impl Threads {
     }
 
     fn sockets(&self) -> MutexGuard<'_, HashMap<u64, TcpStream>> {
-        self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
+        self.sockets.locked()
     }
 
     fn handles(&self) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
-        self.handles.lock().unwrap_or_else(PoisonError::into_inner)
+        self.handles.locked()
     }
 }
 

@@ -10,6 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use weightsync_core::{Layout, Version};
+use weightsync_mem::threads::{CondvarExt as _, LockExt as _};
 use weightsync_mem::{PartialSlot, Snapshot};
 
 use super::PATIENCE;
@@ -131,7 +132,7 @@ impl HeldVersion {
     }
 
     fn outgoing(&self) -> MutexGuard<'_, (u64, HashMap<u64, TcpStream>)> {
-        self.outgoing.lock().unwrap_or_else(PoisonError::into_inner)
+        self.outgoing.locked()
     }
 
     /// How many blocks the image has.
@@ -482,8 +483,7 @@ impl BlockStore {
         if state.closed || state.held.contains_key(&item) {
             return;
         }
-        let waited = self.changed.wait_timeout(state, pause);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        drop(self.changed.wait_at_most(state, pause));
     }
 
     /// The state of a block; waits up to `pause` if it has not arrived.
@@ -505,8 +505,7 @@ impl BlockStore {
         if let known @ (BlockState::Ready(..) | BlockState::Gone) = held.state(index) {
             return known;
         }
-        let waited = self.changed.wait_timeout(state, pause);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
+        drop(self.changed.wait_at_most(state, pause));
         held.state(index)
     }
 
@@ -528,7 +527,7 @@ impl BlockStore {
 
     fn state(&self) -> MutexGuard<'_, StoreState> {
         // Each change is one insertion or removal, so the state is valid after a panic.
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+        self.held.locked()
     }
 }
 

@@ -1,8 +1,10 @@
 //! Measures the speed of a link over all its parallel transfers, because each of them gets only a
 //! share.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+
+use weightsync_mem::threads::LockExt as _;
 
 /// Bytes that were transferred, and how long that took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -57,7 +59,7 @@ impl Throughput {
     }
 
     fn gauge(&self) -> MutexGuard<'_, Gauge> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.locked()
     }
 }
 

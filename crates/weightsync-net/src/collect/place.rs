@@ -5,11 +5,13 @@ use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 use weightsync_engine::{Origin, Result};
+use weightsync_mem::threads::{CondvarExt as _, LockExt as _};
+use weightsync_mem::{left, passed};
 
 use super::incoming::{Incoming, WantedPart};
 use super::{FrameReader, HEARTBEAT, LinkError, Rows, write_message, write_pieces};
@@ -209,7 +211,7 @@ impl SeatState {
 
 impl Seat {
     pub(super) fn lock(&self) -> MutexGuard<'_, SeatState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 
     fn send(&self, message: ToWorker) {
@@ -263,13 +265,12 @@ impl Seat {
     fn wait(&self, until: Option<Instant>) -> bool {
         let mut state = self.lock();
         while matches!(state.stage, Stage::Taken(_)) {
-            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-            if left.is_some_and(|left| left.is_zero()) {
+            if passed(until) {
                 return false;
             }
-            let left = left.unwrap_or(HEARTBEAT);
-            let waited = self.changed.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = self
+                .changed
+                .wait_at_most(state, left(until).unwrap_or(HEARTBEAT));
         }
         true
     }
@@ -309,8 +310,7 @@ impl Seat {
             let mut state = self.lock();
             let mut message = state.orders.pop_front();
             if message.is_none() && matches!(state.stage, Stage::Taken(_)) {
-                let waited = self.changed.wait_timeout(state, HEARTBEAT);
-                state = waited.unwrap_or_else(PoisonError::into_inner).0;
+                state = self.changed.wait_at_most(state, HEARTBEAT);
                 message = state.orders.pop_front();
             }
             // An order that was taken is lost then, with all others.

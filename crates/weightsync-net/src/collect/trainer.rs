@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 use std::io::{self, Read};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use tokio::runtime::Runtime;
 use weightsync_engine::{Origin, Result};
+use weightsync_mem::threads::{self, LockExt as _};
 
 use super::incoming::PartError;
 use super::place::{NoticeKind, Seat, Stage, WorkerLink, WorkerSeat};
@@ -157,8 +158,11 @@ impl Drop for CollectorPort {
             return;
         };
         if self.owner.is_here() {
-            // Its tasks do not wait for anything but connections.
-            runtime.shutdown_timeout(HANDSHAKE);
+            // Its tasks do not wait for anything but connections. On a thread of its own: in one that
+            // drives async tasks, where a caller may drop the port too, the wait would panic.
+            std::thread::scope(|scope| {
+                scope.spawn(|| runtime.shutdown_timeout(HANDSHAKE));
+            });
         } else {
             // In a forked child its threads do not exist.
             std::mem::forget(runtime);
@@ -168,15 +172,11 @@ impl Drop for CollectorPort {
 
 impl WorkerSeats {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Arc<Seat>>> {
-        self.by_worker
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.by_worker.locked()
     }
 
     fn connections(&self) -> MutexGuard<'_, Admitted<Arc<Stream>>> {
-        self.connections
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.connections.locked()
     }
 
     /// Gives an authenticated connection a thread. One without a place may be closed for it.
@@ -207,8 +207,7 @@ impl WorkerSeats {
                 tracing::warn!("a worker from {from} did not join: {gone}");
             }
         };
-        let thread = std::thread::Builder::new().name("weightsync-worker-link".into());
-        thread.spawn(serve).map(drop)
+        threads::spawn("worker-link", serve).map(drop)
     }
 
     /// Serves a connection until it ends; an error is one of a worker without a place.
@@ -260,8 +259,7 @@ impl WorkerSeats {
                 from,
                 ended: None,
             };
-            let writing = std::thread::Builder::new().name("weightsync-worker-link".into());
-            let writer = writing.spawn_scoped(scope, || {
+            let writer = threads::spawn_scoped(scope, "worker-link", || {
                 if seat.write(socket).is_err() {
                     // The reading end says why.
                     let _ = socket.shutdown(Shutdown::Both);

@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::Remedy;
 use weightsync_engine::{Error, Origin, Result};
+use weightsync_mem::left;
+use weightsync_mem::threads::{self, CondvarExt as _, LockExt as _};
 
 use super::silence::SILENT;
 use super::{ASKS, FrameReader, HEARTBEAT, LEAVE, LinkError, prepare, write_message, write_pieces};
@@ -156,7 +158,7 @@ impl CollectorLink {
         let shared = link.shared.clone();
         // Before the thread starts: from here on `leave` waits for its end.
         shared.lock().listens = true;
-        link.spawn(move || {
+        let spawned = link.spawn(move || {
             let reason = shared.listen(&mut frames);
             // Before `gone`, which may end this process, or wait for a thread that leaves.
             shared.lock().listens = false;
@@ -164,7 +166,12 @@ impl CollectorLink {
             if let Some(reason) = reason {
                 gone(reason);
             }
-        })?;
+        });
+        if spawned.is_err() {
+            // The drop of the link does not wait for a thread that does not exist.
+            link.shared.lock().listens = false;
+        }
+        spawned?;
         Ok(JoinedWorker {
             link,
             worker,
@@ -213,8 +220,7 @@ impl CollectorLink {
             if state.has_ended || state.has_left {
                 return None;
             }
-            let waited = self.shared.changed.wait(state);
-            state = waited.unwrap_or_else(PoisonError::into_inner);
+            state = self.shared.changed.wait_at_most(state, None);
         }
     }
 
@@ -252,8 +258,7 @@ impl CollectorLink {
     }
 
     fn spawn(&mut self, work: impl FnOnce() + Send + 'static) -> Result<()> {
-        let thread = std::thread::Builder::new().name("weightsync-trainer-link".into());
-        let thread = thread.spawn(work);
+        let thread = threads::spawn("trainer-link", work);
         let thread = thread.map_err(os("starting a thread of the link"))?;
         self.threads.push(thread);
         Ok(())
@@ -277,11 +282,11 @@ impl Drop for CollectorLink {
 
 impl SharedLink {
     fn lock(&self) -> MutexGuard<'_, LinkState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 
     fn sends(&self) -> MutexGuard<'_, Arc<Stream>> {
-        self.sends.lock().unwrap_or_else(PoisonError::into_inner)
+        self.sends.locked()
     }
 
     fn leave(&self) {
@@ -295,9 +300,7 @@ impl SharedLink {
             state = self.lock();
         }
         while state.listens && Instant::now() < until {
-            let left = until.saturating_duration_since(Instant::now());
-            let waited = self.changed.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = self.changed.wait_at_most(state, left(Some(until)));
         }
         drop(state);
         // Ends what a thread still reads or sends.
@@ -376,8 +379,7 @@ impl SharedLink {
                     "it has ended, and this worker did not leave within {LEAVE:?}"
                 ));
             }
-            let waited = self.changed.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state = self.changed.wait_at_most(state, left);
         }
         None
     }

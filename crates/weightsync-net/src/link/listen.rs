@@ -3,12 +3,13 @@
 
 use std::io;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use tokio::net::TcpListener;
 use tokio::task::{AbortHandle, JoinSet};
 use weightsync_engine::log_limiter::{self, LogLimiter};
+use weightsync_mem::threads::LockExt as _;
 
 use super::admission::{Admitted, Answers, ConnectionLimits, Doing};
 use super::stream::AsyncStream;
@@ -62,7 +63,7 @@ pub(crate) async fn accept_all(
         let (answers, noted) = (answers.clone(), log_limiter.clone());
         // In a task of its own, so that a slow handshake holds up no other one.
         let stranger = tasks.spawn(async move {
-            let answers = || locked(&answers).gives(from.ip(), Instant::now());
+            let answers = || answers.locked().gives(from.ip(), Instant::now());
             match greet((socket, from), &credentials, busy, answers).await {
                 Ok((stream, agreed)) => take(stream, from, agreed.role),
                 // A client that gives up an attempt and tries again looks like this.
@@ -106,11 +107,7 @@ fn cause(error: &GreetError) -> &'static str {
 }
 
 fn log(log_limiter: &Mutex<LogLimiter>, cause: &str, text: impl Fn() -> String) {
-    if let Some(held_back) = locked(log_limiter).logs(cause, Instant::now()) {
+    if let Some(held_back) = log_limiter.locked().logs(cause, Instant::now()) {
         log_limiter::warn(held_back, &text());
     }
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

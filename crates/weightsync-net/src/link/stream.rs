@@ -6,10 +6,11 @@
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::pin::Pin;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use weightsync_mem::threads::LockExt as _;
 
 use crate::tls::CertificateRole;
 use crate::tls::session::{self, AT_ONCE, IncomingBytes, OF_MESSAGES, TlsSession};
@@ -68,8 +69,8 @@ impl Stream {
     pub(crate) fn shutdown(&self, how: Shutdown) -> io::Result<()> {
         if let (Some(tls), Shutdown::Write) = (&self.tls, how) {
             // First this lock, so that the end follows whatever other threads are sending.
-            let mut sending = locked(&tls.sending);
-            locked(&tls.session).close();
+            let mut sending = tls.sending.locked();
+            tls.session.locked().close();
             let sent = tls.send(&self.socket, &mut sending);
             return self.socket.shutdown(how).and(sent);
         }
@@ -104,7 +105,7 @@ impl TlsStream {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
         // Taken out of the session, whose lock must not be held while the socket blocks.
-        std::mem::swap(sending, locked(&self.session).outgoing());
+        std::mem::swap(sending, self.session.locked().outgoing());
         socket.write_all(sending)?;
         sending.clear();
         Ok(())
@@ -119,9 +120,9 @@ impl Read for &Stream {
         if buffer.is_empty() {
             return Ok(0);
         }
-        let mut incoming = locked(&tls.incoming);
+        let mut incoming = tls.incoming.locked();
         loop {
-            let mut session = locked(&tls.session);
+            let mut session = tls.session.locked();
             let read = session.read(buffer, &mut incoming);
             let has_reply = !session.outgoing().is_empty();
             drop(session);
@@ -153,8 +154,8 @@ impl Write for &Stream {
             return (&self.socket).write_vectored(slices);
         };
         // Held until all is sent, so that bytes leave in the order in which they were encrypted.
-        let mut sending = locked(&tls.sending);
-        let mut session = locked(&tls.session);
+        let mut sending = tls.sending.locked();
+        let mut session = tls.session.locked();
         let mut room = WRITTEN;
         for slice in slices {
             let now = &slice[..slice.len().min(room)];
@@ -191,11 +192,6 @@ impl Write for Stream {
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Whatever a panic left half done, its connection ends with the thread.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A connection whose calls do not block, encrypted or not.

@@ -1,15 +1,16 @@
 //! Moves a worker between its host's relay and an agent of its own: to the relay once there is one,
 //! and away from one that is silent, until it answers again.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use weightsync_engine::Result;
-use weightsync_engine::transport::{Handoff, ReceiverTransport};
+use weightsync_engine::transport::{Backoff, Handoff, ReceiverTransport};
 
 use super::route::{FoundSegment, Route};
 use super::{ReceiverState, SharedReceiver};
+use weightsync_mem::threads::{self, CondvarExt as _};
 
 /// The pause before the first look for a relay; later pauses are longer. Until the worker moves,
 /// its host fetches everything twice.
@@ -59,9 +60,7 @@ impl SharedReceiver {
         work: impl FnOnce(&Arc<Self>) + Send + 'static,
     ) {
         let own = shared.clone();
-        let looks = std::thread::Builder::new()
-            .name("weightsync-look".into())
-            .spawn(move || work(&own));
+        let looks = threads::spawn("look", move || work(&own));
         match looks {
             Ok(looks) => state.looks = Some(looks),
             // The worker stays where it is.
@@ -104,13 +103,13 @@ impl SharedReceiver {
     }
 
     fn look_out_for_a_relay(shared: &Arc<Self>) {
-        let (mut pause, mut since) = (FIRST, Instant::now());
-        while !shared.rest(pause) {
-            let longest = match shared.state().has_version {
-                true => LONGEST,
-                false => LONGEST_WITHOUT,
-            };
-            pause = (pause * 2).min(longest);
+        let before = Backoff::new(FIRST, LONGEST_WITHOUT);
+        let (mut backoff, mut has_version, mut since) = (before, false, Instant::now());
+        while !shared.rest(backoff.pause()) {
+            if !has_version && shared.state().has_version {
+                has_version = true;
+                backoff = Backoff::new(LONGEST_WITHOUT, LONGEST);
+            }
             // No call of the worker waits for a relay that is stopped.
             let Some(relay) = shared.route.answering_relay(SIGN) else {
                 continue;
@@ -125,7 +124,9 @@ impl SharedReceiver {
                 None => return,
                 Some(true) if shared.has_looked() => return,
                 // That relay has gone already, and the worker is its own agent again.
-                Some(true) => (pause, since) = (FIRST, Instant::now()),
+                Some(true) => {
+                    (backoff, since) = (Backoff::new(FIRST, LONGEST), Instant::now());
+                }
                 Some(false) => {}
             }
         }
@@ -190,7 +191,7 @@ impl SharedReceiver {
             if let Some(found) = state.found.take() {
                 return Some(found);
             }
-            state = self.wait_for_a_change(state, LONGEST);
+            state = self.changed.wait_at_most(state, LONGEST);
         }
     }
 
@@ -206,16 +207,7 @@ impl SharedReceiver {
             if left.is_zero() {
                 return false;
             }
-            state = self.wait_for_a_change(state, left);
+            state = self.changed.wait_at_most(state, left);
         }
-    }
-
-    fn wait_for_a_change<'a>(
-        &self,
-        state: MutexGuard<'a, ReceiverState>,
-        most: Duration,
-    ) -> MutexGuard<'a, ReceiverState> {
-        let waited = self.changed.wait_timeout(state, most);
-        waited.unwrap_or_else(PoisonError::into_inner).0
     }
 }

@@ -9,12 +9,12 @@ use weightsync_engine::transport::{
     Attached, Deadline, Endpoint, Handoff, Joining, ReceiverTransport, SILENT_SENDER, interrupt,
 };
 use weightsync_engine::{Error, Result, Run};
-use weightsync_mem::{AttachOptions, Origin, SegmentReader};
+use weightsync_mem::{AttachOptions, Backoff, Origin, SegmentReader};
 
 use crate::access::Access;
 use crate::error::{NetError, transport};
 use crate::relay::local::{self, NameOwner};
-use crate::relay::{Agent, AgentAddress, AgentOptions, Patience, StartError, Unreached, left};
+use crate::relay::{Agent, AgentAddress, AgentOptions, Patience, StartError, Unreached, left_of};
 use crate::scheme::{Distributed, Share, Unfinished};
 
 /// How long one attempt to reach the sender may take.
@@ -127,7 +127,7 @@ impl Route {
     /// fetches for itself.
     pub(super) fn find(&self, handoff: &Handoff, deadline: Deadline) -> Result<FoundSegment> {
         let since = Instant::now();
-        let mut looks = 0;
+        let mut backoff = backoff();
         let mut last = None;
         loop {
             // The user's program may want to end the wait, in Python because of a signal.
@@ -152,9 +152,8 @@ impl Route {
                     last,
                 });
             }
-            let pause = pause(looks);
-            looks += 1;
-            interrupt::sleep(pause.min(left(deadline, pause)))?;
+            let pause = backoff.pause();
+            interrupt::sleep(pause.min(left_of(deadline, pause)))?;
         }
     }
 
@@ -168,7 +167,7 @@ impl Route {
         closed: &AtomicBool,
         waits: Waits,
     ) -> Result<Option<FoundSegment>> {
-        let (mut looks, mut refusals) = (0, 0);
+        let (mut backoff, mut refusals) = (backoff(), 0);
         // Since when the sender's address accepts connections without answering.
         let mut silent: Option<Instant> = None;
         let mut hindrances = LogLimiter::default();
@@ -217,8 +216,7 @@ impl Route {
             if refusals >= REFUSALS || given_up {
                 return Err(Error::SenderDied { pid: None });
             }
-            std::thread::sleep(pause(looks));
-            looks += 1;
+            std::thread::sleep(backoff.pause());
         }
         Ok(None)
     }
@@ -302,7 +300,7 @@ impl Route {
     ) -> Result<SearchResult> {
         // A caller that waits for the answer of a process it reached does so here, too.
         let until = deadline.filter(|_| !self.joining.single_attempt);
-        let settles = Instant::now() + SETTLES.min(left(until, 2 * SETTLES) / 2);
+        let settles = Instant::now() + SETTLES.min(left_of(until, 2 * SETTLES) / 2);
         let mut nearer = self.names();
         loop {
             let mut silent = Vec::new();
@@ -310,7 +308,7 @@ impl Route {
                 if !weightsync_mem::is_served(name).unwrap_or(false) {
                     continue;
                 }
-                match self.attach(name, handoff, Instant::now() + left(until, ANSWER)) {
+                match self.attach(name, handoff, Instant::now() + left_of(until, ANSWER)) {
                     Ok(found) => {
                         // This segment has what the kept agent fetches.
                         drop(self.kept());
@@ -340,7 +338,7 @@ impl Route {
             false => Patience {
                 // Even an attempt without time left gives a process that is there a moment to
                 // answer.
-                dial: left(deadline, ATTEMPT).max(MOMENT),
+                dial: left_of(deadline, ATTEMPT).max(MOMENT),
                 until: deadline.map(|at| at.max(Instant::now() + ANSWER)),
             },
         };
@@ -351,7 +349,7 @@ impl Route {
                 Err((reach, last)) => return Ok(SearchResult::Nothing(reach, last)),
             },
         };
-        let until = Instant::now() + left(deadline, ANSWER).max(ANSWER);
+        let until = Instant::now() + left_of(deadline, ANSWER).max(ANSWER);
         match self.attach(&agent.address, handoff, until) {
             Ok(found) => {
                 let agent = Some(agent);
@@ -519,9 +517,9 @@ fn passing(error: Error) -> Result<String> {
     }
 }
 
-/// The pause after this many attempts.
-fn pause(looks: u32) -> Duration {
-    Duration::from_millis(5 << looks.min(4))
+/// The pauses between looks for a route: a look takes little, and a worker waits for it.
+fn backoff() -> Backoff {
+    Backoff::new(Duration::from_millis(5), Duration::from_millis(80))
 }
 
 fn random() -> Result<u64> {

@@ -33,6 +33,7 @@ use weightsync_core::Run;
 use weightsync_core::digest::Digest;
 use weightsync_engine::log_limiter::{self, LogLimiter};
 use weightsync_mem::protocol::MAX_SLOTS;
+use weightsync_mem::threads;
 use weightsync_mem::{self as mem, Ending, Listener, RelaySegment, SegmentOptions, WaitStyle};
 
 use self::fetching::{Fetched, Fetches};
@@ -305,16 +306,14 @@ fn watch(
     events: &mpsc::Sender<DriverEvent>,
 ) -> std::io::Result<std::thread::JoinHandle<()>> {
     let (relay, events) = (relay.clone(), events.clone());
-    std::thread::Builder::new()
-        .name("weightsync-local".into())
-        .spawn(move || {
-            // Ends when the segment is closed.
-            while let Ok(local) = relay.wait(None) {
-                if !local.is_empty() && events.blocking_send(DriverEvent::Local(local)).is_err() {
-                    return;
-                }
+    threads::spawn("local", move || {
+        // Ends when the segment is closed.
+        while let Ok(local) = relay.wait(None) {
+            if !local.is_empty() && events.blocking_send(DriverEvent::Local(local)).is_err() {
+                return;
             }
-        })
+        }
+    })
 }
 
 #[cfg(test)]

@@ -17,9 +17,11 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 use weightsync_core::{Epoch, Run};
-use weightsync_mem::{Ending, Listener, Origin};
+use weightsync_mem::threads;
+use weightsync_mem::{Backoff, Deadline, Ending, Listener, Origin, left};
 
 use self::driver::{Driver, DriverEvent};
 use self::join::{JoinedAgent, join};
@@ -168,10 +170,8 @@ impl Agent {
             runtime.shutdown_timeout(END);
             ending
         };
-        let thread = std::thread::Builder::new()
-            .name("weightsync-relay".into())
-            .spawn(work)
-            .map_err(StartError::os("starting the relay's thread"))?;
+        let thread =
+            threads::spawn("relay", work).map_err(StartError::os("starting the relay's thread"))?;
         let begun = loop {
             match start.recv_timeout(SLICE) {
                 Err(RecvTimeoutError::Timeout) if goes_on() => {}
@@ -245,8 +245,7 @@ pub(crate) struct Stopper {
 
 impl Stopper {
     pub(crate) fn stop(&self) {
-        // An agent that has ended receives nothing.
-        let _ = self.events.blocking_send(DriverEvent::Stop);
+        tell_to_end(&self.events, DriverEvent::Stop);
     }
 }
 
@@ -260,10 +259,20 @@ impl Drop for Agent {
             return;
         }
         if let Some(thread) = self.thread.take() {
-            let _ = self.events.blocking_send(DriverEvent::Stop);
+            tell_to_end(&self.events, DriverEvent::Stop);
             // The panic hook has already reported a panic there.
             let _ = thread.join();
         }
+    }
+}
+
+/// Tells a task to end, from any thread.
+pub(crate) fn tell_to_end<T>(events: &mpsc::Sender<T>, mut stop: T) {
+    // A full queue gets room: the task reads it until it ends. Tokio's own blocking send panics in a
+    // thread that drives async tasks, where a caller may drop an end too.
+    while let Err(TrySendError::Full(back)) = events.try_send(stop) {
+        stop = back;
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -373,15 +382,20 @@ fn listen(options: &AgentOptions, joined: &JoinedAgent) -> Result<(Listener, Str
     }
 }
 
-/// The pause before the next attempt after this many failures.
-pub(crate) fn backoff(failures: u32) -> Duration {
-    Duration::from_millis(20).saturating_mul(1 << failures.min(6))
+/// The pauses between attempts to reach another host, at first and at most.
+pub(crate) const PAUSES: (Duration, Duration) =
+    (Duration::from_millis(20), Duration::from_millis(1280));
+
+/// The pauses between attempts to reach another host.
+pub(crate) fn backoff() -> Backoff {
+    Backoff::new(PAUSES.0, PAUSES.1)
 }
 
-/// The time left, but at least a moment.
-pub(crate) fn left(until: Option<Instant>, most: Duration) -> Duration {
-    let left = until.map_or(most, |at| at.saturating_duration_since(Instant::now()));
-    left.clamp(Duration::from_millis(1), most)
+/// The time left, but at least a moment: sockets take no timeout of zero.
+pub(crate) fn left_of(until: Deadline, most: Duration) -> Duration {
+    left(until)
+        .unwrap_or(most)
+        .clamp(Duration::from_millis(1), most)
 }
 
 #[cfg(test)]

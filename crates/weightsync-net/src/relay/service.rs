@@ -5,12 +5,13 @@ use std::io;
 use std::mem::{Discriminant, discriminant};
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
 use weightsync_core::{Epoch, Run};
 use weightsync_engine::{InitInfo, Result};
-use weightsync_mem::Ending;
+use weightsync_mem::threads::{CondvarExt as _, LockExt as _};
+use weightsync_mem::{Backoff, Ending};
 
 use super::{Agent, AgentAddress, AgentOptions, StartError, Stopper};
 use crate::access::{Access, Token};
@@ -22,7 +23,8 @@ use crate::wire::hello::HelloError;
 /// How long one attempt to reach the sender may take.
 const ATTEMPT: Duration = Duration::from_secs(3);
 
-/// The longest pause between two attempts.
+/// The pauses between two attempts, at first and at most.
+const PAUSE: Duration = Duration::from_millis(40);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
 /// A relay: it fetches each version of a sender once for its host, shares it with
@@ -177,7 +179,8 @@ impl Relay {
         // Other hosts are told where a relay is, which is next to its sender.
         told("the sender's address", &self.address)?;
         let mut seen = Epoch::default();
-        let (mut failures, mut reported) = (0, Vec::new());
+        let mut backoff = Backoff::new(PAUSE, LONGEST_PAUSE);
+        let mut reported = Vec::new();
         let access = self.access()?;
         let goes_on = || !self.stop.state().stopped;
         while goes_on() {
@@ -195,7 +198,8 @@ impl Relay {
             };
             let (kind, reason) = match Agent::start(options, ATTEMPT.into(), goes_on) {
                 Ok(agent) => {
-                    (failures, reported) = (0, Vec::new());
+                    backoff.reset();
+                    reported.clear();
                     // A sender with a lower epoch was replaced: the relay does not go back to it.
                     seen = agent.run.epoch;
                     let (run, serves) = (agent.run, agent.serves);
@@ -216,9 +220,7 @@ impl Relay {
                 let address = self.address.clone();
                 notify(RelayEvent::Looking { address, reason });
             }
-            self.stop
-                .wait((super::backoff(failures) * 2).min(LONGEST_PAUSE));
-            failures += 1;
+            self.stop.wait(backoff.pause());
         }
         Ok(())
     }
@@ -325,13 +327,12 @@ impl Stop {
     fn wait(&self, pause: Duration) {
         let state = self.state();
         if !state.stopped {
-            let waited = self.changed.wait_timeout(state, pause);
-            drop(waited.unwrap_or_else(PoisonError::into_inner));
+            drop(self.changed.wait_at_most(state, pause));
         }
     }
 
     fn state(&self) -> MutexGuard<'_, StopState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 }
 

@@ -151,7 +151,7 @@ impl Comparing {
             });
             drop(pair);
         };
-        if let Err(error) = self.threads.spawn("weightsync-delta", work) {
+        if let Err(error) = self.threads.spawn("delta", work) {
             tracing::warn!("{item:?} is sent whole, because no thread can be started: {error}");
             // Children that wait for a span get it as blocks.
             delta.end();

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, oneshot};
@@ -21,6 +21,7 @@ use weightsync_core::WorkerId;
 use weightsync_core::digest::Digest;
 use weightsync_engine::log_limiter::LogLimiter;
 use weightsync_engine::transport::SendHistory;
+use weightsync_mem::threads::LockExt as _;
 use weightsync_mem::{RemoteReader, RemoteReaders, Snapshot};
 
 use super::membership::LinkLoss;
@@ -80,7 +81,7 @@ impl ChangedWorkers {
     pub(crate) fn ring(&self, worker: WorkerId) {
         // The sender's threads ring under the segment's lock, so this must not wait for the
         // coordinator.
-        let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut workers = self.workers.locked();
         workers.insert(worker);
         drop(workers);
         // After the insertion: the coordinator that this wakes must find the worker.
@@ -88,7 +89,7 @@ impl ChangedWorkers {
     }
 
     fn take(&self) -> BTreeSet<WorkerId> {
-        std::mem::take(&mut *self.workers.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *self.workers.locked())
     }
 }
 

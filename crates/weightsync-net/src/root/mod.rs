@@ -22,6 +22,7 @@ use weightsync_engine::transport::{
     Attendance, Deadline, ModelSpec, Opening, Segment, SenderTransport, Staging, Targets,
 };
 use weightsync_engine::{Result, SenderStatus, Snapshot, Version, WorkerId, WorkerStatus};
+use weightsync_mem::threads;
 use weightsync_mem::{Listener, Origin};
 
 use self::compare::{Compared, Comparing};
@@ -32,7 +33,7 @@ use crate::bulk::{BlockStore, Find, ServeEvent, Serving, Threads};
 use crate::error::os;
 use crate::link;
 use crate::link::Credentials;
-use crate::relay::{Item, runtime};
+use crate::relay::{Item, runtime, tell_to_end};
 use crate::scheme::{Distributed, Verify};
 use crate::wire::message::{FromRoot, Welcome, model_messages};
 
@@ -313,10 +314,7 @@ fn run(
         // Ends the tasks; none of them waits.
         runtime.shutdown_timeout(link::HANDSHAKE);
     };
-    std::thread::Builder::new()
-        .name("weightsync-net".into())
-        .spawn(work)
-        .map_err(os("starting the sender's network thread"))
+    threads::spawn("net", work).map_err(os("starting the sender's network thread"))
 }
 
 impl Drop for RootServer {
@@ -328,9 +326,8 @@ impl Drop for RootServer {
             }
             return;
         }
-        // A coordinator that has ended receives nothing.
-        // This waits for room in the queue. If the event were lost, the join below would not end.
-        let _ = self.events.blocking_send(CoordinatorEvent::Stop);
+        // If the event were lost, the join below would not end.
+        tell_to_end(&self.events, CoordinatorEvent::Stop);
         if let Some(thread) = self.thread.take() {
             // The panic hook has already reported a panic there.
             let _ = thread.join();

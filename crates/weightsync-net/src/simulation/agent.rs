@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use weightsync_core::WorkerId;
-use weightsync_mem::{Delivery, WorkerInstance};
+use weightsync_mem::{Backoff, Delivery, WorkerInstance};
 
 use super::clock::MS;
 use super::network::Node;
@@ -23,15 +23,15 @@ pub(super) struct Agent {
     /// Whether it is the process of its only worker.
     pub(super) own: bool,
     pub(super) link: Option<AgentId>,
-    /// Attempts in a row to reach the sender.
-    pub(super) dials: u32,
+    /// The pauses between attempts to reach the sender.
+    pub(super) dials: Backoff,
     pub(super) parent: Option<Parent>,
     /// Blocks that have arrived, from the first on.
     pub(super) coming: BTreeMap<Item, u32>,
     pub(super) whole: BTreeSet<Item>,
     /// The transfers under way.
     pub(super) fetching: BTreeMap<Item, Fetching>,
-    pub(super) failures: u32,
+    pub(super) backoff: Option<Backoff>,
     /// The lost parent to report when it is time, and how many there have been.
     pub(super) complain: Option<AgentId>,
     pub(super) complaints: u64,
@@ -63,6 +63,12 @@ pub(super) const ROOT: Parent = Parent {
     life: 0,
 };
 
+/// The driver's pauses, each time the same.
+pub(super) fn backoff(node: Node, life: u64) -> Backoff {
+    let (first, longest) = crate::relay::PAUSES;
+    Backoff::seeded(first, longest, node as u64 ^ life << 32)
+}
+
 impl World {
     /// This life of a machine's agent.
     pub(super) fn agent(&mut self, node: Node, life: u64) -> Option<&mut Agent> {
@@ -88,12 +94,12 @@ impl World {
             serves,
             own,
             link: None,
-            dials: 0,
+            dials: backoff(node, life),
             parent: None,
             coming: BTreeMap::new(),
             whole: BTreeSet::new(),
             fetching: BTreeMap::new(),
-            failures: 0,
+            backoff: None,
             complain: None,
             complaints: 0,
             workers: BTreeMap::new(),
@@ -112,7 +118,7 @@ impl World {
     pub(super) fn linked(&mut self, node: Node, link: AgentId) {
         let agent = self.agent_of(node);
         agent.link = Some(link);
-        agent.dials = 0;
+        agent.dials.reset();
         let (life, serves, own) = (agent.life, agent.serves, agent.own);
         let holds = agent.whole.iter().copied().collect();
         // The agent of a single worker has that worker's process.

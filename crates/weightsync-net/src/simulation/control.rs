@@ -41,8 +41,7 @@ impl World {
         if agent.link.is_some() {
             return;
         }
-        let pause = crate::relay::backoff(agent.dials).as_micros() as Time;
-        agent.dials += 1;
+        let pause = agent.dials.pause().as_micros() as Time;
         match self.network.health(node, 0).0 {
             Health::Good => {
                 let link = self.connected(node);
@@ -190,7 +189,7 @@ impl World {
             && agent.link == Some(link)
         {
             agent.link = None;
-            agent.dials = 0;
+            agent.dials.reset();
             let life = agent.life;
             self.clock.after(0, Event::Dial { node, life });
         }

@@ -1,6 +1,6 @@
 //! A simulated agent performs the decisions of its plan, and reports the outcome.
 
-use super::agent::{Parent, ROOT};
+use super::agent::{Parent, ROOT, backoff};
 use super::clock::{MS, Time};
 use super::network::Node;
 use super::{Event, World};
@@ -91,7 +91,7 @@ impl World {
         let fetching = agent.fetching.remove(&item);
         match end {
             FetchEnd::Whole { came } => {
-                agent.failures = 0;
+                agent.backoff = None;
                 agent.whole.insert(item);
                 self.send(
                     node,
@@ -110,11 +110,13 @@ impl World {
                 self.step(node, vec![PlanInput::NotThere { item, sender }]);
             }
             FetchEnd::Broken => {
-                let pause = match agent.failures {
-                    0 => 0,
-                    failures => crate::relay::backoff(failures).as_micros() as Time,
+                let pause = match &mut agent.backoff {
+                    Some(backoff) => backoff.pause().as_micros() as Time,
+                    none => {
+                        *none = Some(backoff(node, agent.life));
+                        0
+                    }
                 };
-                agent.failures += 1;
                 let instead = fetching.is_some_and(|one| one.instead);
                 if !instead || agent.complain.is_none() {
                     agent.complaints += 1;

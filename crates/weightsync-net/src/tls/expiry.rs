@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, SystemTime};
 
 use rustls::pki_types::CertificateDer;
+use weightsync_mem::threads::LockExt as _;
 
 /// A certificate that expires sooner is warned of.
 const SOON: Duration = Duration::from_secs(7 * 24 * 3600);
@@ -44,7 +45,7 @@ pub(super) fn warn(file: &Path, expires: SystemTime) {
         has_expired: left.is_err(),
         at: now,
     };
-    let mut warned = WARNED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut warned = WARNED.locked();
     // A new certificate, and the moment of expiry, are worth a line at once. So is any time that
     // the clock was set back.
     let was_said = warned.get(file).is_some_and(|last| {

@@ -14,7 +14,7 @@ use std::io::{self, Read};
 use std::net::{IpAddr, SocketAddr};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
 use rustls::crypto::CryptoProvider;
@@ -23,6 +23,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
+use weightsync_mem::threads::LockExt as _;
 
 pub use self::make::{CertificateRequest, MadeFiles, make};
 pub use self::verify::explain;
@@ -245,15 +246,13 @@ impl Tls {
     }
 
     fn loaded(&self) -> TlsConfigs {
-        // It is replaced as a whole.
-        let loaded = self.0.loaded.lock();
-        loaded.unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.loaded.locked().clone()
     }
 
     /// What the files have now. Files that cannot be used leave what was read before.
     fn current(&self) -> TlsConfigs {
         // Held while files are read, so that one thread reads a change, and the others wait for it.
-        let mut loaded = self.0.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut loaded = self.0.loaded.locked();
         let before = stamps(&loaded.paths());
         if before != loaded.stamps {
             match TlsConfigs::read(&self.0.path, self.0.part) {

@@ -1,11 +1,12 @@
 use std::{
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Mutex, MutexGuard,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
 };
 
+use weightsync_engine::transport::threads::LockExt as _;
 use weightsync_engine::{
     BackgroundState, ReceiverSetup, SetSnapshot, Snapshot, SnapshotsInBackground, interruptible,
     worker::{WorkerError, WorkerProcess},
@@ -93,7 +94,7 @@ impl LiveWeights {
 
     fn lock(&self) -> MutexGuard<'_, Option<SnapshotsInBackground>> {
         // What is in it is whole at any time.
-        self.weights.lock().unwrap_or_else(PoisonError::into_inner)
+        self.weights.locked()
     }
 }
 
@@ -135,6 +136,12 @@ pub(super) fn work(port: &impl Port, start: Start, live: &LiveWeights) -> Result
     // A trainer that does not get to run is waited for. A process ends with its trainer.
     let receiver = interruptible(|| live.is_given_up(), || setup.connect(None))?;
     *live.lock() = Some(receiver.snapshots_in_background()?);
+    // It may have been given up before there was a receiver to take, and another worker may wait for
+    // its number.
+    if live.is_given_up() {
+        *live.lock() = None;
+        return Ok(());
+    }
     let envs = start.envs as usize;
     let mut rollout = start.task.rollout(envs, start.seed, start.options)?;
     // One part at a time. The next request may wait in the pipe already.

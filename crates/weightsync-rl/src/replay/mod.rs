@@ -43,7 +43,7 @@ use std::{
     io::ErrorKind,
     ops::Range,
     path::Path,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+    sync::{Arc, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard},
 };
 
 mod disk;
@@ -58,6 +58,7 @@ use ring::MemoryRing;
 use sampler::Draws;
 pub use sampler::{Drawn, Prioritised, Sampler, Slices};
 pub use schema::{Column, Schema};
+use weightsync_engine::transport::threads::{LockExt as _, RwLockExt as _};
 
 use crate::Error;
 
@@ -446,7 +447,7 @@ impl ReplayBuffer {
             return Ok(());
         };
         // One flush at a time. Others write and sample meanwhile.
-        let mut failed = self.flushing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut failed = self.flushing.locked();
         // After a failed sync the kernel may have dropped dirty pages and report the next sync as
         // good.
         if let Some(kind) = *failed {
@@ -499,15 +500,15 @@ impl ReplayBuffer {
     // What a thread leaves that panics is in order, so a poisoned lock is, too.
 
     fn read(&self) -> RwLockReadGuard<'_, Ring> {
-        self.ring.read().unwrap_or_else(PoisonError::into_inner)
+        self.ring.reading()
     }
 
     fn write(&self) -> RwLockWriteGuard<'_, Ring> {
-        self.ring.write().unwrap_or_else(PoisonError::into_inner)
+        self.ring.writing()
     }
 
     fn draws(&self) -> MutexGuard<'_, Draws> {
-        self.draws.lock().unwrap_or_else(PoisonError::into_inner)
+        self.draws.locked()
     }
 }
 

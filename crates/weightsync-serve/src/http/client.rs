@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::io::ErrorKind;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
@@ -17,6 +17,7 @@ use serde::de::DeserializeOwned;
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
+use weightsync_mem::threads::LockExt as _;
 use weightsync_net::tls::{AsyncStream, Tls, TlsPeer, refusal};
 
 use super::Bearer;
@@ -360,7 +361,7 @@ impl Client {
     }
 
     fn kept(&self) -> Option<Connection> {
-        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut idle = self.idle.locked();
         while let Some((connection, since)) = idle.pop() {
             if !connection.requests.is_closed() && since.elapsed() < KEEP {
                 return Some(connection);
@@ -370,7 +371,7 @@ impl Client {
     }
 
     fn keep(&self, connection: Connection) {
-        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut idle = self.idle.locked();
         // The old ones go first, so that they do not take the place of this one.
         idle.retain(|(kept, since)| !kept.requests.is_closed() && since.elapsed() < KEEP);
         if idle.len() < KEPT {

@@ -4,7 +4,7 @@ use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,7 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use weightsync_engine::transport::raise_files;
+use weightsync_mem::threads::LockExt as _;
 use weightsync_net::admission::{Admitted, ConnectionLimits, Doing, Full};
 use weightsync_net::log_limiter::{self, LogLimiter};
 use weightsync_net::tls::{AsyncStream, CertificateRole, ClientAuth, Tls, refusal};
@@ -290,7 +291,7 @@ impl UnsentAnswer {
     }
 
     fn busy(&self) -> MutexGuard<'_, Option<Busy>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.locked()
     }
 }
 
@@ -414,18 +415,13 @@ impl Admission {
     }
 
     fn connections(&self) -> MutexGuard<'_, Admitted<Arc<Notify>>> {
-        self.connections
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.connections.locked()
     }
 
     /// Logs a problem, once a minute for each cause, so that a client cannot fill the log by
     /// sending nonsense.
     fn complain(&self, cause: Cause, about: &dyn std::fmt::Display) {
-        let mut complaints = self
-            .complaints
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut complaints = self.complaints.locked();
         // The key is the cause alone: an attacker with many addresses gets one line a minute.
         let Some(held_back) = complaints.logs(&format!("{cause:?}"), Instant::now()) else {
             return;

@@ -6,6 +6,7 @@ use std::thread::JoinHandle;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::watch;
 use weightsync_engine::Origin;
+use weightsync_mem::threads;
 
 /// A thread with a runtime of its own: it serves and calls, and nothing else.
 ///
@@ -58,7 +59,7 @@ impl HttpThread {
             // A call that reads a store may take long, and nobody waits for it any more.
             runtime.shutdown_background();
         };
-        let thread = std::thread::Builder::new().name(name.into()).spawn(body)?;
+        let thread = threads::spawn(name, body)?;
         Ok(Self {
             owner: Origin::here(),
             runtime: handle,

@@ -36,6 +36,7 @@ use weightsync_engine::transport::{
     SenderTransport, register,
 };
 use weightsync_engine::{AnyScheme, Capabilities, Error, ModelId, Result, SenderStatus};
+use weightsync_mem::threads::{CondvarExt as _, LockExt as _};
 use weightsync_net::access::encrypts_loopback;
 use weightsync_net::reach::{self, Reached};
 use weightsync_net::tls::CertificateRole;
@@ -412,27 +413,16 @@ fn wait_on<'a, T>(
     guard: std::sync::MutexGuard<'a, T>,
     deadline: Deadline,
 ) -> Result<std::sync::MutexGuard<'a, T>> {
-    use std::sync::PoisonError;
-    use weightsync_engine::transport::interrupt;
+    use weightsync_engine::transport::{interrupt, left};
 
     // The check may call the user's program, such as Python's signal handlers, so it runs without
     // the lock.
     if interrupt::is_due() {
         drop(guard);
         interrupt::ask()?;
-        return Ok(lock.lock().unwrap_or_else(PoisonError::into_inner));
+        return Ok(lock.locked());
     }
     // With an interrupt check the wait goes in slices, and the caller's loop looks again after
     // each.
-    let left = deadline.map(|at| at.saturating_duration_since(std::time::Instant::now()));
-    let guard = match interrupt::slice(left) {
-        None => condition
-            .wait(guard)
-            .unwrap_or_else(PoisonError::into_inner),
-        Some(pause) => {
-            let waited = condition.wait_timeout(guard, pause);
-            waited.unwrap_or_else(PoisonError::into_inner).0
-        }
-    };
-    Ok(guard)
+    Ok(condition.wait_at_most(guard, interrupt::slice(left(deadline))))
 }

@@ -2,12 +2,13 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 use tokio::sync::{broadcast, watch};
 use weightsync_engine::Version;
+use weightsync_mem::threads::LockExt as _;
 
 use super::wire::{Ended, Role};
 
@@ -178,7 +179,7 @@ impl Events {
     }
 
     fn last(&self) -> MutexGuard<'_, (u64, VecDeque<Arc<EventRecord>>)> {
-        self.0.last.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.last.locked()
     }
 }
 

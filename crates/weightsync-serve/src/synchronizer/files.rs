@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, ready};
 
 use axum::Json;
@@ -22,6 +22,7 @@ use hyper::header::{CONTENT_TYPE, ETAG, HeaderMap, HeaderName, HeaderValue, IF_N
 use serde::Serialize;
 use weightsync_engine::safetensors_format::Shard;
 use weightsync_engine::{Digest, Layout, ModelId, Run, Snapshot, Version};
+use weightsync_mem::threads::LockExt as _;
 use weightsync_store::{Result as StoreResult, StoredWeights};
 
 use super::server::{BlockingTurns, RouteState, refused};
@@ -398,7 +399,7 @@ impl Pieces {
     }
 
     fn kept(&self) -> MutexGuard<'_, VecDeque<CachedPiece>> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+        self.kept.locked()
     }
 }
 

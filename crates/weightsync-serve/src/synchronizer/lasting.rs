@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::synchronizer::Method;
@@ -12,6 +12,7 @@ use weightsync_engine::transport::random;
 use weightsync_engine::{
     AnyScheme, Epoch, InitInfo, ModelId, Result, SetSnapshot, Snapshot, Version,
 };
+use weightsync_mem::threads::LockExt as _;
 use weightsync_store::{
     Comparison, Keep, ModelVersion, SaveOptions, Saver, Store, StoreError, StoreScheme,
     StoredWeights, Which, Writer,
@@ -323,8 +324,7 @@ impl Shelf {
 
     /// Has a version go on with what was compared of it before.
     fn resume(&self, mut weights: StoredWeights) -> StoredWeights {
-        let compared = self.0.compared.lock();
-        let mut compared = compared.unwrap_or_else(PoisonError::into_inner);
+        let mut compared = self.0.compared.locked();
         // The pieces that were compared before need no second pass.
         for known in &*compared {
             weights = weights.resume(known);
@@ -374,11 +374,11 @@ impl Shelf {
     }
 
     fn listed(&self) -> MutexGuard<'_, NewestVersions> {
-        self.0.listed.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.listed.locked()
     }
 
     fn known(&self) -> MutexGuard<'_, VecDeque<Known>> {
-        self.0.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.known.locked()
     }
 }
 

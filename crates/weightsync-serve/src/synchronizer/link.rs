@@ -3,14 +3,15 @@
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use hyper::StatusCode;
 use tokio::sync::watch;
 use weightsync_core::synchronizer::Party;
-use weightsync_engine::transport::{Deadline, SILENT_SENDER, interrupt};
+use weightsync_engine::transport::{Backoff, Deadline, SILENT_SENDER, interrupt};
 use weightsync_engine::{Error, Origin, Result};
+use weightsync_mem::threads::LockExt as _;
 use weightsync_net::Access;
 use weightsync_net::address::{host_of, resolve, resolve_all};
 use weightsync_net::log_limiter::{self, LogLimiter};
@@ -104,8 +105,7 @@ impl RemoteService {
     }
 
     fn client(&self) -> Arc<Client> {
-        let client = self.client.lock();
-        client.unwrap_or_else(PoisonError::into_inner).clone()
+        self.client.locked().clone()
     }
 
     /// Looks the name up again after an attempt at one of its addresses, and takes the next: the service
@@ -126,7 +126,7 @@ impl RemoteService {
         let known = all.iter().position(|one| *one == tried);
         // The addresses in turn. One that is not in the list any more begins at the first.
         let next = all[known.map_or(0, |known| known + 1) % all.len()];
-        let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut client = self.client.locked();
         // Another party of this program may have found it already.
         if client.addr() == tried && next != tried && self.access.may_dial(next).is_ok() {
             *client = self::client(next, &self.name, &self.access);
@@ -196,7 +196,7 @@ impl ServiceLink {
         mut warnings: Option<&mut LogLimiter>,
         until: Deadline,
     ) -> Result<PartyConnection, Unanswered> {
-        let mut pause = PAUSE;
+        let mut backoff = Backoff::new(PAUSE, LONGEST_PAUSE);
         loop {
             let left = || until.map(|until| until.saturating_duration_since(Instant::now()));
             // A first attempt has some time also at a deadline that has passed. So a caller that
@@ -228,8 +228,8 @@ impl ServiceLink {
             if left.is_some_and(|left| left.is_zero()) || matches!(self, Self::Local(..)) {
                 return Err(Unanswered::Away(why));
             }
+            let pause = backoff.pause();
             interrupt::sleep(left.map_or(pause, |left| left.min(pause))).map_err(Error::from)?;
-            pause = (2 * pause).min(LONGEST_PAUSE);
         }
     }
 
@@ -239,10 +239,14 @@ impl ServiceLink {
                 owner.check().map_err(Error::from)?;
                 // Room for the one answer: the service never waits here.
                 let (answered, answer) = mpsc::sync_channel(1);
-                let answered = Box::new(move |joined| drop(answered.send(joined)));
+                let service = inputs.clone();
+                let answered = Box::new(move |joined: Result<JoinAnswer, _>| {
+                    let joined = joined.map(|joined| UnclaimedParty(Some(joined), service));
+                    drop(answered.send(joined));
+                });
                 let input = ServiceInput::Join(Box::new(join.clone()), Caller::Own, answered);
                 inputs.send(input).map_err(|_| over())?;
-                let joined = wait(&answer)?.map_err(of_problem)?;
+                let joined = wait(&answer)?.map_err(of_problem)?.claim();
                 Ok(PartyConnection {
                     owner: Origin::here(),
                     link: self.clone(),
@@ -373,6 +377,27 @@ fn of_fault(fault: Fault) -> Unanswered {
             ),
         }),
         fault => Unanswered::Away(fault.to_string()),
+    }
+}
+
+/// A party that has joined a service of this program. If the wait for it was interrupted, the party
+/// leaves when its answer is dropped.
+struct UnclaimedParty(Option<JoinAnswer>, mpsc::Sender<ServiceInput>);
+
+impl UnclaimedParty {
+    fn claim(mut self) -> JoinAnswer {
+        self.0
+            .take()
+            .unwrap_or_else(|| unreachable!("it is claimed once"))
+    }
+}
+
+impl Drop for UnclaimedParty {
+    fn drop(&mut self) {
+        if let Some(joined) = self.0.take() {
+            // A service that has ended has no parties.
+            let _ = self.1.send(ServiceInput::Gone(Party(joined.party)));
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 //! The service is a worker of the trainer, and the sender of the explorers. Its own segment outlives
 //! the trainer, so that explorers can have the newest version when the trainer is gone.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use weightsync_engine::{
     AnyScheme, Error, InitInfo, ModelId, ReceiverSetup, Result, SendOptions, Sender, SenderSetup,
     Set, SetSnapshot, Snapshot, Version, WaitFor, interruptible,
 };
+use weightsync_mem::threads::{self, LockExt as _};
 use weightsync_net::AccessError;
 use weightsync_store::{SaveOutcome, Saver, Saving};
 
@@ -194,16 +195,15 @@ impl HeldVersions {
     }
 
     fn sender(&self) -> MutexGuard<'_, Option<Sender>> {
-        let sender = self.0.sender.lock();
-        sender.unwrap_or_else(PoisonError::into_inner)
+        self.0.sender.locked()
     }
 
     fn saves(&self) -> MutexGuard<'_, Vec<(Version, Saving)>> {
-        self.0.saves.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.saves.locked()
     }
 
     fn seen(&self) -> MutexGuard<'_, SeenVersions> {
-        self.0.seen.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.seen.locked()
     }
 }
 
@@ -250,9 +250,7 @@ impl Bridge {
                 tell(FromBridge::Failed(None, told(&error)));
             }
         };
-        let thread = std::thread::Builder::new()
-            .name("weightsync-sync-in".into())
-            .spawn(body)?;
+        let thread = threads::spawn("sync-in", body)?;
         Ok(Self {
             stop,
             thread: Some(thread),
@@ -409,7 +407,7 @@ fn pass_on(
 }
 
 fn lock(stop: &Mutex<BridgeStop>) -> MutexGuard<'_, BridgeStop> {
-    stop.lock().unwrap_or_else(PoisonError::into_inner)
+    stop.locked()
 }
 
 #[cfg(test)]

@@ -242,7 +242,7 @@ impl Synchronizer {
             secret.is_some(),
         );
         // The server has a thread of its own: the service decides and never waits for a socket.
-        let thread = HttpThread::start("weightsync-sync-http", move |stopping| {
+        let thread = HttpThread::start("sync-http", move |stopping| {
             let router = server::router(app, stopping.clone());
             server.serve(router, stopping, |_| {})
         });
@@ -266,7 +266,7 @@ impl Synchronizer {
         let finds_access = access.is_none();
         let access = allowed(access, CertificateRole::Worker)?;
         // The runtime of the client's requests. Its main future only waits for the end.
-        let thread = HttpThread::start("weightsync-sync", |mut stopping| async move {
+        let thread = HttpThread::start("sync", |mut stopping| async move {
             stopping.wait().await;
         });
         let thread = thread.map_err(|source| SyncError::Start {

@@ -13,6 +13,7 @@ use axum::routing::{get, post};
 use axum::{Extension, Json, Router, response};
 use hyper::StatusCode;
 use hyper::header::{HOST, HeaderMap, ORIGIN};
+use hyper::http::uri::Authority;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::{MissedTickBehavior, interval, timeout};
 use weightsync_core::synchronizer::Party;
@@ -189,7 +190,8 @@ fn is_own(headers: &HeaderMap, scheme: &str, has_token: bool) -> bool {
     let host = text(HOST).unwrap_or_default();
     // A page of another server can have its name lead to this machine (DNS rebinding). The browser
     // then sends that name as the host.
-    let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
+    let authority = host.parse::<Authority>();
+    let name = authority.as_ref().map_or("", Authority::host);
     let is_address = name.trim_matches(['[', ']']).parse::<IpAddr>().is_ok();
     let is_known = has_token || is_address || name == "localhost";
     // A page of this server has its own address as its origin. A client that is no browser sends

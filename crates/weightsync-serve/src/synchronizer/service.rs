@@ -25,6 +25,7 @@ use super::wire::{
     Ended, ExplorerLine, Join, JoinAnswer, Reply, Request, RequestProblem, Role, TrainerAnswer,
 };
 use crate::http::ConnectionInfo;
+use weightsync_mem::threads;
 
 /// How many versions' steps, and how many replaced parties, are remembered.
 const REMEMBERED: usize = 4096;
@@ -159,9 +160,7 @@ impl ServiceThread {
             events: events.clone(),
             options,
         };
-        let thread = std::thread::Builder::new()
-            .name("weightsync-sync".into())
-            .spawn(move || service.run(&all));
+        let thread = threads::spawn("sync", move || service.run(&all));
         Ok(Self {
             inputs,
             events,

@@ -1,6 +1,7 @@
 //! The RPC scheme alone: what the suite does not ask of every scheme.
 
 mod addresses;
+mod async_runtimes;
 mod encrypted;
 mod files;
 mod first;

@@ -374,16 +374,30 @@ impl Drop for UnfinishedDirectory {
 /// Exchanges two directories.
 fn exchange(new: &Path, old: &Path) -> io::Result<()> {
     match renameat_with(CWD, new, CWD, old, RenameFlags::EXCHANGE) {
-        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
-            // Without that call: for a moment nothing has the name.
-            let mut aside = new.as_os_str().to_owned();
-            aside.push("-old");
-            fs::rename(old, &aside)?;
-            fs::rename(new, old)?;
-            fs::rename(&aside, new)
-        }
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => exchange_by_renaming(new, old),
         exchanged => Ok(exchanged?),
     }
+}
+
+/// As [`exchange`], where the system has no such call: for a moment nothing has the name.
+fn exchange_by_renaming(new: &Path, old: &Path) -> io::Result<()> {
+    let mut aside = new.as_os_str().to_owned();
+    // No name that `tidy` removes: if this process is killed now, this is the only checkpoint.
+    aside.push("-old");
+    let aside = PathBuf::from(aside);
+    fs::rename(old, &aside)?;
+    let kept = |error: io::Error| {
+        let aside = aside.display();
+        let text = format!("{error}; what was at {} is now at {aside}", old.display());
+        io::Error::new(error.kind(), text)
+    };
+    if let Err(error) = fs::rename(new, old) {
+        return Err(match fs::rename(&aside, old) {
+            Ok(()) => error,
+            Err(_) => kept(error),
+        });
+    }
+    fs::rename(&aside, new).map_err(kept)
 }
 
 /// Removes what processes left that were killed while they wrote.
@@ -401,4 +415,23 @@ fn tidy(above: &OpenDir, start: &str) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exchange_by_renaming_puts_back_what_it_cannot_exchange() {
+        let dir = tempfile::tempdir().unwrap();
+        let (new, old) = (dir.path().join("new"), dir.path().join("old"));
+        fs::create_dir_all(old.join("checkpoint")).unwrap();
+        exchange_by_renaming(&new, &old).unwrap_err();
+        assert!(old.join("checkpoint").is_dir());
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+        fs::create_dir(&new).unwrap();
+        exchange_by_renaming(&new, &old).unwrap();
+        assert!(new.join("checkpoint").is_dir());
+        assert_eq!(fs::read_dir(&old).unwrap().count(), 0);
+    }
 }

@@ -1,11 +1,10 @@
 //! A worker's end.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use weightsync_core::{Run, Version};
-use weightsync_engine::transport::polled::{AboutWorker, Life, Pause, WorkerWords};
+use weightsync_engine::transport::polled::{AboutWorker, Interruption, Life, Pause, WorkerWords};
 use weightsync_engine::transport::{
     Deadline, Endpoint, Image, Interrupter, Joining, ModelSpec, ReceiverTransport, VersionRequest,
     waits_for_a_restart,
@@ -50,8 +49,8 @@ pub(super) struct StoreReceiver {
     status: WorkerWords,
     /// What was wrong with the head when that was said last.
     damage: Option<Damage>,
-    /// Whether the next wait ends at once.
-    interrupted: Arc<AtomicBool>,
+    /// Ends the next wait.
+    interruption: Interruption,
     /// This worker's own directory.
     own: String,
     presence: Option<Box<dyn Presence>>,
@@ -133,7 +132,7 @@ impl StoreReceiver {
             unasked: None,
             status: WorkerWords::default(),
             damage: None,
-            interrupted: Arc::default(),
+            interruption: Interruption::default(),
             own,
             presence: Some(presence),
             owner: Origin::here(),
@@ -335,7 +334,7 @@ impl StoreReceiver {
                 }
                 _ => {}
             }
-            if self.is_interrupted() || !pause.until(deadline)? {
+            if !pause.until_interrupted(deadline, &self.interruption)? {
                 return Ok(None);
             }
         }
@@ -380,10 +379,6 @@ impl StoreReceiver {
                 pid: Some(self.sender.pid),
             }),
         }
-    }
-
-    fn is_interrupted(&self) -> bool {
-        self.interrupted.swap(false, Ordering::SeqCst)
     }
 
     /// The error, unless it was the last one already.
@@ -505,7 +500,7 @@ impl ReceiverTransport for StoreReceiver {
                 }
             }
             self.check(life)?;
-            if self.is_interrupted() || !pause.until(deadline)? {
+            if !pause.until_interrupted(deadline, &self.interruption)? {
                 return Ok(None);
             }
         }
@@ -531,10 +526,7 @@ impl ReceiverTransport for StoreReceiver {
     }
 
     fn interrupter(&self) -> Result<Interrupter> {
-        let interrupted = self.interrupted.clone();
-        Ok(Interrupter::new(move || {
-            interrupted.store(true, Ordering::Relaxed);
-        }))
+        Ok(self.interruption.interrupter())
     }
 
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {

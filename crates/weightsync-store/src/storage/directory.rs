@@ -24,6 +24,7 @@ use weightsync_engine::files::{
     Inode, OpenDir, PLAIN, Unfinished, inode, is_unique, no_locks, remove_unfinished, unique,
 };
 use weightsync_engine::transport::interrupt;
+use weightsync_engine::transport::threads;
 
 use super::{
     Blob, Life, MAX_SMALL, NO_NAME, OF_VERSIONS, Peer, Presence, REMOVED, Storage, Upload,
@@ -457,9 +458,9 @@ impl Uploading {
 impl Flusher {
     fn start(file: File) -> io::Result<Self> {
         let (wake, woken) = mpsc::sync_channel(1);
-        let thread = std::thread::Builder::new()
-            .name("weightsync-flush".into())
-            .spawn(move || woken.iter().try_for_each(|()| file.sync_data()))?;
+        let thread = threads::spawn("flush", move || {
+            woken.iter().try_for_each(|()| file.sync_data())
+        })?;
         Ok(Self { wake, thread })
     }
 

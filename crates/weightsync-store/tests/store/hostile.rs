@@ -262,7 +262,7 @@ pub fn temporary_stores_are_known_by_more_than_their_names() {
 pub fn sweep_calls_nothing_left_that_another_removes() {
     let dir = tempfile::tempdir().expect("a directory");
     let scheme = StoreScheme::new(&dir.path().display().to_string()).expect("an address");
-    for round in 0..500 {
+    for round in 0..150 {
         let store = dir.path().join(format!(
             "temporary-{}.removed-12-{round}-0123456789abcdef",
             "0".repeat(32)

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use weightsync_core::{ModelId, Remedy, Version};
-use weightsync_engine::transport::interrupt;
+use weightsync_engine::transport::{Backoff, interrupt};
 use weightsync_store::{
     ModelVersion, Pulled, Store, StoreError, StoredModel, StoredVersion, Which,
 };
@@ -85,7 +85,7 @@ fn watch(args: &WatchArgs, signals: &Signals) -> Result<u8, Box<dyn Error>> {
         ran: None,
         failed: None,
         left: BTreeSet::new(),
-        pause: PAUSES[0],
+        backoff: Backoff::new(PAUSES[0], PAUSES[1]),
     };
     loop {
         // Pulled before the command runs, so the command finds a whole directory.
@@ -97,13 +97,12 @@ fn watch(args: &WatchArgs, signals: &Signals) -> Result<u8, Box<dyn Error>> {
             // The store may be out of reach for a while. Watching goes on.
             Err(error) if error.remedy() == Remedy::Retry => {
                 eprintln!("weightsync: {}", shown(&error.to_string()));
-                interrupt::sleep(watched.pause)?;
-                watched.pause = PAUSES[1].min(watched.pause * 2);
+                interrupt::sleep(watched.backoff.pause())?;
                 continue;
             }
             Err(error) => return Err(error.into()),
         };
-        watched.pause = PAUSES[0];
+        watched.backoff.reset();
         super::warn(&pulled.damage);
         let name = format!("{} {}", shown(pulled.model.as_str()), pulled.version);
         // One command at a time: versions that come meanwhile are passed over but for the newest.
@@ -153,7 +152,8 @@ struct WatchedStore {
     failed: Option<Version>,
     /// The directories that could not be removed, and are named once.
     left: BTreeSet<PathBuf>,
-    pause: Duration,
+    /// The pauses while the store is out of reach.
+    backoff: Backoff,
 }
 
 impl WatchedStore {

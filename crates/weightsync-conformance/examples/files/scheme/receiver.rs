@@ -3,11 +3,10 @@
 use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use weightsync_engine::transport::polled::{AboutWorker, Life, Pause, WorkerWords};
+use weightsync_engine::transport::polled::{AboutWorker, Interruption, Life, Pause, WorkerWords};
 use weightsync_engine::transport::{
     Deadline, Endpoint, Image, Interrupter, Joining, ModelSpec, ReceiverTransport,
 };
@@ -32,8 +31,8 @@ pub struct FileReceiver {
     status: WorkerWords,
     /// What was wrong with `live` when that was said last.
     damage: Option<String>,
-    /// Whether the next wait ends at once.
-    interrupted: Arc<AtomicBool>,
+    /// Ends the next wait.
+    interruption: Interruption,
     /// This worker's own directory.
     own: PathBuf,
     stay: Stay,
@@ -58,7 +57,7 @@ impl FileReceiver {
                             held: None,
                             status: WorkerWords::default(),
                             damage: None,
-                            interrupted: Arc::default(),
+                            interruption: Interruption::default(),
                             own,
                             stay: Stay {
                                 dir: dir.into(),
@@ -241,8 +240,9 @@ impl ReceiverTransport for FileReceiver {
                 return Ok(Some(set));
             }
             match life {
-                Life::Here if self.interrupted.swap(false, Ordering::SeqCst) => return Ok(None),
-                Life::Here if !pause.until(deadline)? => return Ok(None),
+                Life::Here if !pause.until_interrupted(deadline, &self.interruption)? => {
+                    return Ok(None);
+                }
                 Life::Here => {}
                 Life::Left => return Err(Error::SenderClosed),
                 Life::Dead => {
@@ -258,10 +258,7 @@ impl ReceiverTransport for FileReceiver {
     }
 
     fn interrupter(&self) -> Result<Interrupter> {
-        let interrupted = self.interrupted.clone();
-        Ok(Interrupter::new(move || {
-            interrupted.store(true, Ordering::Relaxed);
-        }))
+        Ok(self.interruption.interrupter())
     }
 
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {

@@ -1,9 +1,10 @@
 //! The workers of a sender, as their entries show them.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use weightsync_core::{Outcome, Run, WorkerId, WorkerRoute, WorkerStatus};
+use weightsync_mem::threads::LockExt as _;
 
 use super::{AboutWorker, Life, PolledPlace, WorkerEntry, WorkerWords};
 use crate::transport::{Attendance, GoneWorker, Lateness};
@@ -227,7 +228,7 @@ impl Roster {
     }
 
     fn known(&self) -> MutexGuard<'_, KnownWorkers> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+        self.known.locked()
     }
 }
 
@@ -240,7 +241,7 @@ impl PolledWorker {
     pub(super) fn look(&self) -> (Life, WorkerWords) {
         // Before its words: its last ones are then not missed.
         let life = self.entry.life();
-        let mut last = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.words.locked();
         // Words that cannot be read just now leave those of the last look.
         if let Some(words) = self.entry.words() {
             *last = words;

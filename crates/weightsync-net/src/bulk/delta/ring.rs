@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use weightsync_core::Version;
 use weightsync_engine::Changes;
 use weightsync_mem::Snapshot;
+use weightsync_mem::threads::LockExt as _;
 
 use super::{Delta, RING, Rate, UNKNOWN, seconds};
 use crate::relay::Item;
@@ -225,7 +226,7 @@ impl DeltaRing {
     }
 
     fn models(&self) -> MutexGuard<'_, BTreeMap<usize, OfModel>> {
-        self.models.lock().unwrap_or_else(PoisonError::into_inner)
+        self.models.locked()
     }
 }
 

@@ -4,7 +4,9 @@ use std::io;
 use std::io::Write;
 use std::net::TcpStream;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
+
+use weightsync_mem::threads::LockExt as _;
 
 use super::super::serve::invalid;
 use super::requested::Requested;
@@ -36,7 +38,7 @@ impl FetchTask {
         };
         let (own, threads) = (self.clone(), self.threads.clone());
         let work = move || {
-            let mut failures = 0;
+            let mut backoff = backoff();
             while !own.is_over() {
                 let read = own.read_digests(sender);
                 // This connection is over. The next attempt notes one of its own.
@@ -45,13 +47,12 @@ impl FetchTask {
                     Ok(()) => return,
                     Err(error) => {
                         tracing::debug!("the digests of {:?} do not come: {error}", own.item);
-                        own.store.wait_until(|| own.is_over(), backoff(failures));
-                        failures += 1;
+                        own.store.wait_until(|| own.is_over(), backoff.pause());
                     }
                 }
             }
         };
-        if let Err(error) = threads.spawn("weightsync-digests", work) {
+        if let Err(error) = threads.spawn("digests", work) {
             // The blocks that wait for digests say in the end that none came.
             tracing::warn!("the digests of {:?} are not asked for: {error}", self.item);
         }
@@ -67,7 +68,7 @@ impl FetchTask {
     }
 
     fn digests(&self) -> MutexGuard<'_, Option<TcpStream>> {
-        self.digests.lock().unwrap_or_else(PoisonError::into_inner)
+        self.digests.locked()
     }
 
     fn next_unknown(&self) -> Option<usize> {

@@ -150,7 +150,7 @@ fn waiting_children_take_turns() {
     work.join().unwrap();
     // Each is noticed to have gone, also between two turns.
     let begun = Instant::now();
-    let all_gone = || locked(&serving.children).count() == 0;
+    let all_gone = || serving.children.locked().count() == 0;
     while !all_gone() || wanted.load(Ordering::Relaxed) != 0 {
         assert!(begun.elapsed() < longest(), "{wanted:?} are wanted still");
         runtime.block_on(tokio::time::sleep(Duration::from_millis(5)));
@@ -200,7 +200,7 @@ fn idle_child_makes_room_for_another_one() {
         };
         // Two of this address, which may have as many in all.
         let idle = connect(&serving);
-        while locked(&serving.children).count() < 1 {
+        while serving.children.locked().count() < 1 {
             tokio::task::yield_now().await;
         }
         let busy = child(&serving, RUN, 1);

@@ -327,7 +327,7 @@ impl Drop for Transfer {
         }
         let (notify, item) = (self.serving.notify.clone(), self.item());
         // Reporting may block, which no async task may do.
-        let spawned = self.serving.threads.spawn("weightsync-serve", move || {
+        let spawned = self.serving.threads.spawn("serve", move || {
             notify(ServeEvent::Unwanted { item });
         });
         if let Err(error) = spawned {

@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 use weightsync_core::Version;
 use weightsync_engine::log_limiter;
-use weightsync_mem::{Error, PartialSlot, Snapshot};
+use weightsync_mem::{Backoff, Error, PartialSlot, Snapshot};
 
 use super::{Driver, DriverEvent};
 use crate::bulk::{
@@ -46,7 +46,8 @@ pub(super) struct Fetches {
     /// When to report to the sender how much has arrived.
     measures: Instant,
     /// How many fetches in a row broke off.
-    failures: u32,
+    /// The pauses after fetches that broke off; `None` after one that did not.
+    backoff: Option<Backoff>,
     /// When to report to the sender that a parent is lost, which one, and the reason.
     pub(super) complaint: Option<(Instant, u64, String)>,
 }
@@ -81,7 +82,7 @@ impl Fetches {
             last: 0,
             room: Instant::now(),
             measures: Instant::now(),
-            failures: 0,
+            backoff: None,
             complaint: None,
         }
     }
@@ -308,7 +309,7 @@ impl Driver {
         };
         match slot.commit() {
             Ok(snapshot) => {
-                self.fetches.failures = 0;
+                self.fetches.backoff = None;
                 self.store.deltas().trim(item.model);
                 // Before the plan's step, which may put mailboxes on this version at once.
                 self.fetches.whole.insert(item, snapshot);
@@ -316,7 +317,11 @@ impl Driver {
                 self.send(&ToRoot::Holds { have, dropped });
                 self.step([PlanInput::Whole { item }]);
             }
-            Err(error) => tracing::error!("{item:?} cannot be committed: {error}"),
+            Err(error) => {
+                tracing::error!("{item:?} cannot be committed: {error}");
+                // Like a lack of room, this is tried again after a while: workers wait for it.
+                self.step([PlanInput::NoRoom { item }]);
+            }
         }
     }
 
@@ -333,11 +338,13 @@ impl Driver {
     fn broke_off(&mut self, item: Item, ended: &Fetching, error: &io::Error) {
         // This also waits when the sender was the source: the sender then names a parent again, and
         // the fetch goes on.
-        let pause = match self.fetches.failures {
-            0 => Duration::ZERO,
-            failures => backoff(failures),
+        let pause = match &mut self.fetches.backoff {
+            Some(backoff) => backoff.pause(),
+            none => {
+                *none = Some(backoff());
+                Duration::ZERO
+            }
         };
-        self.fetches.failures += 1;
         let at = ended.parent.address;
         // Until somebody changes an end, each attempt fails so.
         if let Some((reason, true)) = refusal(error) {

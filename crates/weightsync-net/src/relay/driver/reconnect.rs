@@ -27,7 +27,7 @@ impl Driver {
             return Some(Ending::Closed);
         }
         tracing::warn!("the link to the sender has ended: {end}");
-        let mut failures = 0;
+        let mut backoff = backoff();
         // Since when the sender's address accepts connections without answering: the sender may be
         // stopped.
         let mut silent: Option<Instant> = None;
@@ -60,8 +60,7 @@ impl Driver {
                 Err(ReconnectError::Unreachable) => {}
             }
             // Workers continue meanwhile with the versions that they have.
-            let until = Instant::now() + backoff(failures);
-            failures += 1;
+            let until = Instant::now() + backoff.pause();
             loop {
                 tokio::select! {
                     event = inbox.recv() => match event {

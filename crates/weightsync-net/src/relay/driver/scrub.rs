@@ -39,7 +39,7 @@ impl Driver {
                     // A driver that has ended receives nothing.
                     let _ = events.blocking_send(DriverEvent::Scrubbed { item, digest });
                 };
-                match self.threads.spawn("weightsync-scrub", work) {
+                match self.threads.spawn("scrub", work) {
                     Ok(()) => return,
                     Err(error) => tracing::warn!("{item:?} is not compared: {error}"),
                 }

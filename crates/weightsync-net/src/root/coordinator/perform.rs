@@ -304,7 +304,7 @@ impl Coordinator {
                 }
             }
         };
-        let Err(error) = self.settings.threads.spawn("weightsync-scrub", work) else {
+        let Err(error) = self.settings.threads.spawn("scrub", work) else {
             return Vec::new();
         };
         tracing::warn!("versions are not compared, because no thread can be started: {error}");

@@ -264,7 +264,7 @@ impl ServerHandshake {
         };
         // Checked only after the protocol: a newer one may have other roles.
         let Some(role) = LinkRole::from_code(client.role) else {
-            return HandshakeStep::close(malformed("a role of 1 to 4", client.role.to_string()));
+            return HandshakeStep::close(malformed("a role of 1 to 5", client.role.to_string()));
         };
         match self.turns_away {
             Some(TurnsAway::Busy) if role == LinkRole::Control => {

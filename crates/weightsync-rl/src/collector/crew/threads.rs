@@ -5,7 +5,7 @@ use std::{
         Arc,
         mpsc::{Receiver, Sender, channel},
     },
-    thread::{Builder, JoinHandle},
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
@@ -18,6 +18,7 @@ use crate::{
     },
     frames::Frames,
 };
+use weightsync_engine::transport::threads;
 
 /// How long threads may take to leave.
 const SHUTDOWN: Duration = Duration::from_secs(2);
@@ -138,9 +139,7 @@ impl Crew for ThreadCrew {
             live: Arc::clone(&live),
             tell: self.tell.clone(),
         };
-        let thread = Builder::new()
-            .name(format!("ws-collect-{worker}"))
-            .spawn(move || port.run(start))
+        let thread = threads::spawn("collect", move || port.run(start))
             .map_err(|reason| Error::Thread { reason })?;
         let running = Some(RunningThread { ask, live, thread });
         self.places[worker] = ThreadSlot { number, running };

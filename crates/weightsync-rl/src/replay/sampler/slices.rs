@@ -155,7 +155,7 @@ impl TrajectoryIndex {
                 reason: format!(
                     "none of its {} trajectories has {slice_len} steps: write more frames, ask \
                      for shorter slices, or set `strict_len` to false",
-                    self.by_number.len()
+                    self.all.len() - self.free.len()
                 ),
             });
         }

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use tokio::sync::{mpsc, watch};
 use weightsync_engine::transport::{Deadline, Image};
 use weightsync_engine::{Error, Member, Result, SetSnapshot, Snapshot, Version};
+use weightsync_mem::threads::LockExt as _;
 
 use super::fetch::Partial;
 use super::joining::JoinedSender;
@@ -223,9 +224,7 @@ impl Inbox {
     }
 
     fn registration(&self) -> MutexGuard<'_, Option<Digits>> {
-        self.registration
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.registration.locked()
     }
 
     pub(super) fn welcome(&self, session: Arc<JoinedSender>) {
@@ -304,7 +303,7 @@ impl Inbox {
     }
 
     fn state(&self) -> MutexGuard<'_, InboxState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.locked()
     }
 }
 

@@ -4,15 +4,16 @@ use std::io::ErrorKind;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::sync_channel;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use hyper::StatusCode;
 use tokio::time::sleep;
 use weightsync_engine::transport::{
-    Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt,
+    Backoff, Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt, left,
 };
 use weightsync_engine::{Epoch, Error, ModelId, Result, Run};
+use weightsync_mem::threads::LockExt as _;
 use weightsync_net::tls::ClientAuth;
 use weightsync_net::{Access, listen_error};
 
@@ -28,8 +29,7 @@ use crate::rpc::wire::{
 };
 use crate::rpc::{Addresses, PATIENCE, PROBE, SILENCE, address, passed};
 
-/// The pause between two attempts at an absent sender, at first and at most. Each pause is
-/// twice as long as the one before it.
+/// The pause between two attempts at an absent sender, at first and at most.
 const PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 
@@ -61,11 +61,11 @@ pub(super) struct JoinedSender {
 
 impl JoinedSender {
     pub(super) fn id(&self) -> Digits {
-        *self.id.lock().unwrap_or_else(PoisonError::into_inner)
+        *self.id.locked()
     }
 
     fn renew(&self, new: Digits) {
-        *self.id.lock().unwrap_or_else(PoisonError::into_inner) = new;
+        *self.id.locked() = new;
         self.broken.store(false, Ordering::Relaxed);
     }
 
@@ -177,7 +177,7 @@ pub(super) fn join(
     let server = Server::new(listener, bearer, tls, Limits::default()).map_err(failed)?;
     // The server runs before the registration, because the sender calls back before it answers.
     let (theirs, worker) = (inbox.clone(), joining.worker.0);
-    let thread = HttpThread::start("weightsync-rpc-w", move |stopping| {
+    let thread = HttpThread::start("rpc-w", move |stopping| {
         let router = server::router(theirs, worker, stopping.clone());
         server.serve(router, stopping, |_| {})
     });
@@ -204,7 +204,7 @@ pub(super) fn join(
         to: To::Sender,
     };
     let client = Client::new(sender, Bearer::to_sender(at.secret()), encryption);
-    let mut pause = PAUSE;
+    let mut backoff = Backoff::new(PAUSE, LONGEST_TURNED_AWAY);
     let mut last = None;
     loop {
         // The last attempt may outlast the deadline a little. A caller with a deadline of zero then
@@ -267,9 +267,6 @@ pub(super) fn join(
                 },
             });
         }
-        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-        // The caller's interrupt ends this pause early.
-        interrupt::sleep(left.map_or(pause, |left| left.min(pause)))?;
         // Only the attempt just before the deadline lends its reason.
         last = None;
         // A sender that has refused the worker is asked less often than an absent one, which may
@@ -287,7 +284,9 @@ pub(super) fn join(
             | JoinFailure::Taken(_)
             | JoinFailure::Fenced(_) => LONGEST_TURNED_AWAY,
         };
-        pause = (pause * 2).min(longest);
+        let pause = backoff.pause().min(longest);
+        // The caller's interrupt ends this pause early.
+        interrupt::sleep(left(deadline).map_or(pause, |left| left.min(pause)))?;
     }
 }
 
@@ -488,7 +487,7 @@ async fn again(
 ) -> std::result::Result<Lines, SenderEnd> {
     let since = Instant::now();
     let died = SenderEnd::Died { pid: session.pid };
-    let mut pause = PAUSE;
+    let mut backoff = Backoff::new(PAUSE, LONGEST_PAUSE);
     loop {
         // The registration carries the run, so a successor refuses it. For this receiver the old
         // sender is then dead.
@@ -512,7 +511,6 @@ async fn again(
             tracing::warn!(sender = %session.client.addr(), %why, "given up");
             return Err(died);
         }
-        sleep(pause).await;
-        pause = (pause * 2).min(LONGEST_PAUSE);
+        sleep(backoff.pause()).await;
     }
 }

@@ -59,7 +59,7 @@ impl RpcSender {
         // The serving thread owns this clone. It meets the trainer's thread only in `SharedSender`
         // and in the segment's registry.
         let theirs = shared.clone();
-        let thread = HttpThread::start("weightsync-rpc", move |stopping| {
+        let thread = HttpThread::start("rpc", move |stopping| {
             let router = server::router(theirs.clone(), stopping.clone());
             server.serve(router, stopping, move |error| {
                 theirs.note_failed_accept(error)

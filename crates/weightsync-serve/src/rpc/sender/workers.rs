@@ -18,7 +18,7 @@ mod versions;
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -27,6 +27,7 @@ use weightsync_engine::transport::{Attendance, Deadline, ModelSpec, SendHistory}
 use weightsync_engine::{
     Epoch, ModelId, Result, Run, SenderStatus, Version, WorkerId, WorkerRoute,
 };
+use weightsync_mem::threads::LockExt as _;
 use weightsync_mem::{
     Delivery, Departure, ModelMask, NotifiedSet, RemoteReader, RemoteReaderOptions, RemoteReaders,
     Snapshot, Want,
@@ -230,8 +231,7 @@ impl SharedSender {
 
     /// Logs why workers cannot be called back, once a minute: they try again and again.
     pub(super) fn complain(&self, why: &str) {
-        let limiter = self.log_limiter.lock();
-        let mut limiter = limiter.unwrap_or_else(PoisonError::into_inner);
+        let mut limiter = self.log_limiter.locked();
         if let Some(held_back) = limiter.logs("callback", Instant::now()) {
             log_limiter::warn(held_back, why);
         }
@@ -261,7 +261,7 @@ impl SharedSender {
     }
 
     fn table(&self) -> MutexGuard<'_, WorkerTable> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        self.table.locked()
     }
 }
 

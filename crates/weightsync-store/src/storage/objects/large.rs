@@ -2,8 +2,8 @@
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind};
+use std::sync::Mutex;
 use std::sync::mpsc::channel;
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -13,6 +13,7 @@ use object_store::{
     Error, GetOptions, MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt,
     PutMultipartOptions,
 };
+use weightsync_engine::transport::threads::LockExt as _;
 
 use super::error::{found, io_error};
 use super::runtime::{Pending, next};
@@ -241,7 +242,7 @@ impl Opened {
 
     fn read_small(&self, offset: u64, place: &mut [u8]) -> io::Result<()> {
         // Held for the request: threads that need one window ask for it once.
-        let mut windows = self.windows.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut windows = self.windows.locked();
         let end = offset + place.len() as u64;
         let has =
             |(start, bytes): &&(u64, Bytes)| *start <= offset && end <= *start + bytes.len() as u64;

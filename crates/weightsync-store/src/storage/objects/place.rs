@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use object_store::aws::AmazonS3Builder;
@@ -11,6 +11,7 @@ use object_store::azure::MicrosoftAzureBuilder;
 use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::memory::InMemory;
 use object_store::{ObjectStore, RetryConfig};
+use weightsync_engine::transport::threads::LockExt as _;
 
 use super::error::io_error;
 
@@ -132,7 +133,7 @@ impl BucketPrefix {
 fn memory(name: &str) -> Arc<InMemory> {
     static STORES: Mutex<BTreeMap<String, Arc<InMemory>>> = Mutex::new(BTreeMap::new());
     let name = name.split('/').next().unwrap_or(name);
-    let mut stores = STORES.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut stores = STORES.locked();
     stores.entry(name.into()).or_default().clone()
 }
 

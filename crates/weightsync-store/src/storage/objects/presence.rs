@@ -16,6 +16,7 @@ use object_store::{ObjectStore, PutMode, UpdateVersion};
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 use weightsync_engine::Origin;
+use weightsync_engine::transport::threads::LockExt as _;
 use weightsync_engine::transport::{interrupt, random};
 
 use super::error::io_error;
@@ -122,7 +123,7 @@ impl PeerTable {
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, SeenPeer>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.locked()
     }
 
     /// Notes a look, and returns what is known.
@@ -208,7 +209,7 @@ impl ObjectPeer {
     }
 
     fn last(&self) -> MutexGuard<'_, Life> {
-        self.life.lock().unwrap_or_else(PoisonError::into_inner)
+        self.life.locked()
     }
 
     /// What a look says about it, if it was there.

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -11,6 +11,7 @@ use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 use weightsync_engine::Origin;
 use weightsync_engine::transport::interrupt;
+use weightsync_engine::transport::threads::{self, LockExt as _};
 
 use crate::storage::interrupted;
 
@@ -33,7 +34,7 @@ impl Runtime {
     /// The runtime of this process, started if nobody uses it yet.
     pub(super) fn shared() -> io::Result<Arc<Self>> {
         static SHARED: Mutex<Weak<Runtime>> = Mutex::new(Weak::new());
-        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shared = SHARED.locked();
         if let Some(runtime) = shared.upgrade() {
             // A forked child has the value and not the thread.
             match runtime.owner.is_here() {
@@ -56,9 +57,7 @@ impl Runtime {
             let _ = runtime.block_on(stopped);
             runtime.shutdown_timeout(LOOK_UP);
         };
-        let thread = std::thread::Builder::new()
-            .name("weightsync-objects".into())
-            .spawn(body)?;
+        let thread = threads::spawn("objects", body)?;
         Ok(Self {
             owner: Origin::here(),
             handle,
