@@ -341,8 +341,9 @@ impl Scheme for Rpc {
             .enable_all()
             .build();
         let runtime = runtime.map_err(RpcError::Thread)?;
-        // In a thread of its own: the caller's may belong to an async runtime, which must not block.
-        let asked = thread::scope(|scope| scope.spawn(|| runtime.block_on(asked)).join());
+        // In a thread of its own, to its end: the caller's may belong to an async runtime, which must
+        // neither block nor drop another runtime.
+        let asked = thread::scope(|scope| scope.spawn(move || runtime.block_on(asked)).join());
         let asked = asked.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         asked.map_err(|fault| Error::NoSender {
             address: at.address().into(),

@@ -355,4 +355,19 @@ mod tests {
         assert!(is_own(&headers, "http://", true));
         assert!(!is_own(&headers, "https://", true));
     }
+
+    #[test]
+    fn addresses_of_this_server_need_no_token() {
+        for (host, is_known) in [
+            ("127.0.0.1:7100", true),
+            ("[::1]:7100", true),
+            ("[::1]", true),
+            ("localhost", true),
+            ("trainer:7100", false),
+            ("", false),
+        ] {
+            let headers = HeaderMap::from_iter([(HOST, HeaderValue::from_static(host))]);
+            assert_eq!(is_own(&headers, "http://", false), is_known, "{host}");
+        }
+    }
 }
