@@ -398,6 +398,39 @@ impl Distributed {
         Ok(scheme)
     }
 
+    /// The settings as an agent gets them, without those that say where this sender is reached.
+    pub(crate) fn told_to_agents(&self) -> String {
+        let reach = [
+            reach::listen::<Self>().key,
+            reach::advertise::<Self>().key,
+            reach::tls::<Self>().key,
+            reach::insecure_plaintext::<Self>().key,
+        ];
+        let told = settings::given(self, Self::SETTINGS).into_iter();
+        let told = told.filter(|(key, _)| !reach.contains(&key.as_str()));
+        let told = told.map(|(key, value)| match value.is_empty() {
+            true => key,
+            false => format!("{key}={value}"),
+        });
+        told.collect::<Vec<_>>().join(",")
+    }
+
+    /// The other side of [`told_to_agents`](Self::told_to_agents).
+    pub(crate) fn told_by_sender(text: &str) -> Result<Self> {
+        let told = text.split(',').filter(|one| !one.is_empty());
+        let told = told.map(|one| one.split_once('=').unwrap_or((one, "")));
+        Self::parse(
+            &told
+                .map(|(key, value)| (key.into(), value.into()))
+                .collect(),
+        )
+    }
+
+    /// Whether blocks that come of relays are compared with the sender's digests.
+    pub(crate) fn verifies(&self) -> bool {
+        self.verify == Verify::Blake3
+    }
+
     pub(crate) fn delivery(&self) -> Delivery {
         match (self.pull, self.queue) {
             (true, _) => Delivery::Asked,

@@ -18,7 +18,6 @@
 
 mod incoming;
 mod place;
-mod silence;
 #[cfg(test)]
 mod tests;
 mod trainer;
@@ -28,14 +27,16 @@ use std::io::{self, BufReader, IoSlice, Read, Write};
 use std::sync::Arc;
 use std::time::Duration;
 
+use weightsync_engine::transport::SILENT_SENDER;
+
 pub use self::incoming::Rows;
 pub use self::place::{NoticeKind, WorkerNotice, WorkerSeat};
 pub use self::trainer::CollectorPort;
 pub use self::worker::{CollectorLink, JoinOptions, JoinedWorker};
 
 use self::incoming::PartError;
-use self::silence::{HOST_SILENT, LOOK, Silence};
 use crate::bulk::serve::keep_alive;
+use crate::link::silence::{Silence, SilenceLimits, SilentPeer};
 use crate::link::stream::Stream;
 use crate::wire::frame::{FrameError, FrameHeader, FrameKind, HEADER_BYTES, MAX_PIECE, header};
 use crate::wire::message::{Message, MessageError};
@@ -91,6 +92,26 @@ impl From<io::Error> for LinkError {
     }
 }
 
+/// How long a read waits before this end looks at the other host.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// A host that answers no packet for this long is gone.
+const HOST_SILENT: Duration = Duration::from_secs(10);
+
+/// An end that sends nothing for this long is gone, though its host answers.
+const SILENT: Duration = SILENT_SENDER;
+
+/// When an end is silent that may send nothing for this long.
+fn silence(end: Duration) -> Silence {
+    Silence::new(SilenceLimits {
+        look: LOOK,
+        unanswered: 2,
+        host: HOST_SILENT,
+        end,
+        unknown: end,
+    })
+}
+
 /// A connection that one thread reads from and others write to. A read ends when the other end is
 /// gone.
 struct WatchedStream {
@@ -105,7 +126,15 @@ impl Read for WatchedStream {
                 // Nothing came within the socket's timeout.
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     let answers = weightsync_mem::host_answers(self.stream.socket());
-                    self.silence.goes_on(answers).map_err(io::Error::other)?;
+                    match self.silence.goes_on(answers) {
+                        None => {}
+                        Some(SilentPeer::Host) => {
+                            return Err(io::Error::other(LinkError::HostSilent));
+                        }
+                        Some(SilentPeer::End(time)) => {
+                            return Err(io::Error::other(LinkError::Silent(time)));
+                        }
+                    }
                 }
                 Err(error) => return Err(error),
                 Ok(count) => {
@@ -126,7 +155,7 @@ struct FrameReader {
 impl FrameReader {
     /// Those of an end that may send nothing for this long while its host answers.
     fn new(stream: Arc<Stream>, silent: Duration) -> Self {
-        let silence = Silence::new(silent);
+        let silence = silence(silent);
         Self {
             // For headers and messages. A piece passes it by.
             socket: BufReader::with_capacity(4 << 10, WatchedStream { stream, silence }),
@@ -136,7 +165,7 @@ impl FrameReader {
 
     /// Sets how long the other end may send nothing from now on.
     fn wait_for(&mut self, silent: Duration) {
-        self.socket.get_mut().silence = Silence::new(silent);
+        self.socket.get_mut().silence = silence(silent);
     }
 
     /// The next frame, whole and undamaged.

@@ -12,8 +12,7 @@ use weightsync_mem::threads::{self, LockExt as _};
 
 use super::incoming::PartError;
 use super::place::{NoticeKind, Seat, Stage, WorkerLink, WorkerSeat};
-use super::silence::SILENT;
-use super::{ASKS, FrameReader, LinkError, prepare, write_message};
+use super::{ASKS, FrameReader, LinkError, SILENT, prepare, write_message};
 use crate::access::Key;
 use crate::error::{listen_error, os, transport};
 use crate::link::Credentials;

@@ -13,8 +13,9 @@ use weightsync_engine::{Error, Origin, Result};
 use weightsync_mem::left;
 use weightsync_mem::threads::{self, CondvarExt as _, LockExt as _};
 
-use super::silence::SILENT;
-use super::{ASKS, FrameReader, HEARTBEAT, LEAVE, LinkError, prepare, write_message, write_pieces};
+use super::{
+    ASKS, FrameReader, HEARTBEAT, LEAVE, LinkError, SILENT, prepare, write_message, write_pieces,
+};
 use crate::access::{Access, Key};
 use crate::address::{host_of, resolve_all};
 use crate::error::{NetError, os, transport};

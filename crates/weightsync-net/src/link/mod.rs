@@ -10,6 +10,7 @@ pub mod admission;
 pub(crate) mod blocking;
 pub(crate) mod listen;
 mod secure;
+pub(crate) mod silence;
 pub(crate) mod stream;
 
 use std::io;
@@ -20,16 +21,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
-use tokio::net::TcpStream;
-use tokio::sync::mpsc::error::TrySendError;
-use tokio::sync::{Notify, mpsc};
-use tokio::task::JoinHandle;
-use tokio::time::{timeout, timeout_at};
-use weightsync_core::Remedy;
-use weightsync_mem::HostAnswers;
-
 pub(crate) use self::secure::Credentials;
+use self::silence::{Silence, SilenceLimits};
 pub use self::stream::AsyncStream;
 use crate::tls::{ClientAuth, TlsPeer};
 use crate::wire::frame::{self, Decoder, FrameError, FrameKind};
@@ -38,6 +31,13 @@ use crate::wire::hello::{
     ServerHandshake, TurnsAway,
 };
 use crate::wire::message::{FromRoot, Message, MessageError, ToRoot};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
+use tokio::net::TcpStream;
+use tokio::sync::mpsc::error::TrySendError;
+use tokio::sync::{Notify, mpsc};
+use tokio::task::JoinHandle;
+use tokio::time::{timeout, timeout_at};
+use weightsync_core::Remedy;
 
 /// How often an idle end sends a sign of life.
 const HEARTBEAT: Duration = Duration::from_millis(200);
@@ -48,6 +48,16 @@ pub(crate) const SUSPECT: Duration = Duration::from_millis(800);
 /// A link on which nothing arrives for this long is silent although the other host answers: its
 /// process is stopped, or has not got to run for all this time.
 pub(crate) const STARVED: Duration = Duration::from_secs(5);
+
+/// When a link is silent. Each end sends something every [`HEARTBEAT`], so one look is enough for a host
+/// that answers nothing.
+const SILENCE: SilenceLimits = SilenceLimits {
+    look: SUSPECT,
+    unanswered: 1,
+    host: Duration::ZERO,
+    end: STARVED,
+    unknown: SUSPECT,
+};
 
 /// A peer that reads nothing for this long is stuck.
 const STUCK: Duration = Duration::from_secs(5);
@@ -270,7 +280,7 @@ async fn read_all<In: ControlMessage, E>(
 ) -> Option<LinkEnd> {
     let mut decoder = Decoder::new(&[FrameKind::Control]);
     let mut buffer = vec![0; 64 << 10];
-    let mut silent = Duration::ZERO;
+    let mut silence = Silence::new(SILENCE);
     // A sign is expected, and all that came before has been read.
     let (mut expects, mut is_drained) = (false, false);
     loop {
@@ -285,21 +295,17 @@ async fn read_all<In: ControlMessage, E>(
                 continue;
             }
             Err(_) => {
-                // This end's own standstill is not silence of the other, hence no clock.
-                silent += SUSPECT;
-                // The system of the other host answers also for a process that is stopped or
-                // starved.
                 let answers = host.as_ref().and_then(weightsync_mem::host_answers);
-                if silent < STARVED && answers.is_some_and(is_there) {
-                    continue;
+                match silence.goes_on(answers) {
+                    None => continue,
+                    Some(_) => return Some(LinkEnd::Silent(silence.lasted())),
                 }
-                return Some(LinkEnd::Silent(silent));
             }
             Ok(Err(error)) => return Some(LinkEnd::Failed(error)),
             Ok(Ok(0)) => return Some(LinkEnd::HungUp),
             Ok(Ok(read)) => read,
         };
-        silent = Duration::ZERO;
+        silence.ends();
         // Where one more asks meanwhile, these may be the last words for it.
         let asked = sign.swap(false, Ordering::Relaxed);
         let signs = expects && is_drained && !asked;
@@ -328,12 +334,6 @@ async fn read_all<In: ControlMessage, E>(
             events.send(event(Ok(In::ping()))).await.ok()?;
         }
     }
-}
-
-/// Whether the other host has answered what this end sends every [`HEARTBEAT`]. A process that does
-/// not get to run, or is stopped, cannot keep its system from answering.
-fn is_there(answers: HostAnswers) -> bool {
-    answers.unanswered == 0
 }
 
 async fn write_all<Out: ControlMessage>(

@@ -43,6 +43,7 @@ use super::plan::{Item, RelayPlan};
 use super::{AgentOptions, StartError};
 use crate::bulk::{BlockStore, Connections, ServeEvent, Threads};
 use crate::link::{Credentials, Link, LinkEnd, STARVED};
+use crate::scheme::Distributed;
 use crate::wire::message::{FromRoot, ToRoot};
 
 /// How often the driver runs at the least, so that it notices a standstill of its process.
@@ -120,6 +121,8 @@ impl Driver {
             bulk,
         } = joined;
         let (run, agent) = (welcome.run, welcome.agent);
+        let scheme = Distributed::told_by_sender(&welcome.settings)
+            .map_err(|error| StartError::Broken(error.to_string()))?;
         let (sender, segment) = ((run, welcome.pid), segment(welcome.slots));
         let relay = RelaySegment::create(listener, options.secret, sender, &models, segment)
             .map_err(StartError::Memory)?;
@@ -129,7 +132,7 @@ impl Driver {
             credentials.clone(),
             (run, agent),
             options.connections,
-            welcome.verify.then_some(root),
+            scheme.verifies().then_some(root),
         );
         let mut driver = Self {
             options: options.clone(),

@@ -200,7 +200,7 @@ async fn misleads(listener: tokio::net::TcpListener, credentials: Credentials) -
             slots: 2,
             max_slots: 4,
             pid: 1,
-            verify: false,
+            settings: String::new(),
         }));
         let layout = Layout::new([("w".to_owned(), Dtype::U8, vec![8])]).unwrap();
         let (layout, note) = (layout.encode(), Vec::new());
@@ -367,7 +367,7 @@ pub(crate) fn long_welcome() -> Vec<FromRoot> {
         slots: 2,
         max_slots: 4,
         pid: 1,
-        verify: false,
+        settings: String::new(),
     });
     let model = FromRoot::Model {
         index: 0,

@@ -34,7 +34,7 @@ use crate::error::os;
 use crate::link;
 use crate::link::Credentials;
 use crate::relay::{Item, runtime, tell_to_end};
-use crate::scheme::{Distributed, Verify};
+use crate::scheme::Distributed;
 use crate::wire::message::{FromRoot, Welcome, model_messages};
 
 /// How long a shutdown waits until comparing threads release their versions. They do so after the
@@ -276,7 +276,7 @@ fn settings(
             slots: opening.options.slots,
             max_slots: opening.options.max_slots,
             pid: std::process::id(),
-            verify: scheme.verify == Verify::Blake3,
+            settings: scheme.told_to_agents(),
         },
         history: opening.history.clone(),
         models: models.map(|spec| spec.id.to_string()).collect(),

@@ -327,7 +327,7 @@ fn welcome(agent: AgentId) -> FromRoot {
         slots: 2,
         max_slots: 8,
         pid: 1,
-        verify: false,
+        settings: String::new(),
     })
 }
 

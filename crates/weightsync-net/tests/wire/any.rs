@@ -195,7 +195,7 @@ pub fn from_root() -> impl Strategy<Value = FromRoot> {
                 slots: raw.choice % 32 + 1,
                 max_slots: raw.choice % 32 + 33,
                 pid: raw.pid,
-                verify: raw.flag,
+                settings: format!("verify={}", raw.text),
             }),
             1 => FromRoot::Model {
                 index: model,

@@ -96,7 +96,7 @@ fn welcome(agent: u64, address: &str, models: u8, slots: u8, max_slots: u8) -> F
         slots,
         max_slots,
         pid: 1,
-        verify: false,
+        settings: String::new(),
     })
 }
 

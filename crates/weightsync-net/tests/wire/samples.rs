@@ -259,7 +259,7 @@ pub fn from_root() -> Vec<(&'static str, FromRoot)> {
                 slots: 3,
                 max_slots: 64,
                 pid: 4700,
-                verify: true,
+                settings: "verify=blake3".into(),
             }),
         ),
         (

@@ -12,6 +12,7 @@ use crate::bulk::Connections;
 use crate::link::LinkEnd;
 use crate::relay::join::{Before, dial, greet};
 use crate::relay::{EVENTS, StartError, Unreached, backoff};
+use crate::scheme::Distributed;
 use crate::wire::hello::HelloError;
 
 impl Driver {
@@ -119,6 +120,9 @@ impl Driver {
             // A successor: workers look for it on their own.
             return Err(ReconnectError::Died);
         }
+        let Ok(scheme) = Distributed::told_by_sender(&welcome.settings) else {
+            return Err(ReconnectError::Died);
+        };
         self.links = number;
         self.link = Some((number, link));
         self.root = root;
@@ -129,7 +133,7 @@ impl Driver {
             self.credentials.clone(),
             (self.run, self.agent),
             self.options.connections,
-            welcome.verify.then_some(root),
+            scheme.verifies().then_some(root),
         );
         self.connections = Arc::new(connections);
         self.join_again();

@@ -71,7 +71,7 @@ async fn driver(name: &str) -> Around {
             slots: 3,
             max_slots: 3,
             pid: 1,
-            verify: false,
+            settings: String::new(),
         },
         models: vec![ModelDescription {
             layout: Layout::new([("w".to_owned(), Dtype::U8, vec![8])]).unwrap(),

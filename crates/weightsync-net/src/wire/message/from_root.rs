@@ -142,9 +142,9 @@ pub struct Welcome {
     pub max_slots: u8,
     /// The sender's process.
     pub pid: u32,
-    /// Whether a block that comes of a relay is compared with the sender's digest of it
-    /// ([`ToParent::Digests`](super::ToParent::Digests)).
-    pub verify: bool,
+    /// The settings of the sender's scheme, as in its text: `verify=blake3,deltas=always`. An agent
+    /// keeps to them; at most [`MAX_TEXT`] bytes.
+    pub settings: String,
 }
 
 /// What a refused agent should do. The order of variants and fields is part of the format.
@@ -176,8 +176,10 @@ impl Check for FromRoot {
                 models,
                 slots,
                 max_slots,
+                settings,
                 ..
             }) => {
+                text(settings, MAX_TEXT)?;
                 require(*agent != 0, "an agent from 1", || "0".into())?;
                 check_address(address)?;
                 require((1..=MAX_MODELS).contains(models), "1 to 64 models", || {
