@@ -1,6 +1,5 @@
 //! What people and programs see of a service: its status, events, metrics and page.
 
-use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,6 +11,8 @@ use hyper::StatusCode;
 use hyper::header::{
     CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue,
 };
+use prometheus::core::Collector;
+use prometheus::{IntCounter, IntGauge, Opts, Registry, TextEncoder};
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, interval, sleep_until};
@@ -19,7 +20,7 @@ use tokio::time::{Instant, interval, sleep_until};
 use super::events::EventRecord;
 use super::link::BEAT;
 use super::server::{RouteState, refused};
-use super::service::{ServiceInput, ServiceStatus};
+use super::service::{ExplorerStatus, ServiceInput, ServiceStatus};
 use crate::http::LinesBody;
 
 /// The page for people.
@@ -84,128 +85,144 @@ pub(super) async fn metrics(State(serving): State<Arc<RouteState>>) -> Response 
 
 /// The metrics in the text format of Prometheus.
 fn exposition(status: &ServiceStatus) -> String {
-    let mut text = String::new();
-    // One closure for all: the format wants HELP and TYPE before a metric's values.
-    let mut metric = |name: &str, kind: &str, help: &str, values: &[(String, u64)]| {
-        let _ = writeln!(text, "# HELP weightsync_{name} {help}");
-        let _ = writeln!(text, "# TYPE weightsync_{name} {kind}");
-        for (labels, value) in values {
-            let _ = writeln!(text, "weightsync_{name}{labels} {value}");
-        }
-    };
-    let plain = |value: u64| [(String::new(), value)];
-    let newest = plain(status.newest.0);
-    metric(
+    let mut metrics = Metrics::default();
+    metrics.gauge(
         "newest_version",
-        "gauge",
         "The newest version that can be had.",
-        &newest,
+        [(None, status.newest.0)],
     );
-    let step = plain(status.newest_step);
-    metric(
+    metrics.gauge(
         "newest_version_step",
-        "gauge",
         "The trainer's step that made it.",
-        &step,
+        [(None, status.newest_step)],
     );
-    let there = plain(u64::from(status.trainer.is_some()));
-    metric("trainers", "gauge", "1 while a trainer is there.", &there);
-    let trainer = status.trainer.as_ref();
-    let steps: Vec<_> = trainer
-        .map(|one| (label("trainer", &one.name), one.step))
-        .into_iter()
-        .collect();
-    metric(
+    metrics.gauge(
+        "trainers",
+        "1 while a trainer is there.",
+        [(None, u64::from(status.trainer.is_some()))],
+    );
+    let trainer = status.trainer.iter();
+    metrics.gauge(
         "trainer_step",
-        "gauge",
         "Steps that the trainer has made.",
-        &steps,
+        trainer.map(|one| (Some(("trainer", &*one.name)), one.step)),
     );
-    let explorers = plain(status.explorers.len() as u64);
-    metric(
+    metrics.gauge(
         "explorers",
-        "gauge",
         "Explorers that are there.",
-        &explorers,
+        [(None, status.explorers.len() as u64)],
     );
-    let of_each = |value: fn(&super::service::ExplorerStatus) -> u64| -> Vec<_> {
+    type Value = fn(&ExplorerStatus) -> u64;
+    let of_explorers: [(&str, &str, Value); 4] = [
+        (
+            "explorer_version",
+            "The version that an explorer runs.",
+            |one| one.line.version.0,
+        ),
+        ("explorer_step", "Steps that an explorer has made.", |one| {
+            one.line.step
+        }),
+        (
+            "explorer_versions_behind",
+            "How many versions are newer.",
+            |one| one.versions_behind,
+        ),
+        (
+            "explorer_steps_behind",
+            "Steps that the trainer has made since.",
+            |one| one.steps_behind,
+        ),
+    ];
+    for (name, help, value) in of_explorers {
         let explorers = status.explorers.iter();
-        explorers
-            .map(|one| (label("explorer", &one.line.name), value(one)))
-            .collect()
-    };
-    let versions = of_each(|one| one.line.version.0);
-    metric(
-        "explorer_version",
-        "gauge",
-        "The version that an explorer runs.",
-        &versions,
-    );
-    let steps = of_each(|one| one.line.step);
-    metric(
-        "explorer_step",
-        "gauge",
-        "Steps that an explorer has made.",
-        &steps,
-    );
-    let behind = of_each(|one| one.versions_behind);
-    metric(
-        "explorer_versions_behind",
-        "gauge",
-        "How many versions are newer.",
-        &behind,
-    );
-    let stale = of_each(|one| one.steps_behind);
-    metric(
-        "explorer_steps_behind",
-        "gauge",
-        "Steps that the trainer has made since.",
-        &stale,
-    );
-    let published = plain(status.counts.published);
-    metric(
+        let values = explorers.map(|one| (Some(("explorer", &*one.line.name)), value(one)));
+        metrics.gauge(name, help, values);
+    }
+    metrics.counter(
         "versions_published_total",
-        "counter",
         "Versions that were published.",
-        &published,
+        [(None, status.counts.published)],
     );
     let ended = status.counts.ended.iter();
-    let syncs: Vec<_> = ended
-        .map(|(ended, count)| (label("ended", ended), *count))
-        .collect();
-    metric(
+    metrics.counter(
         "syncs_total",
-        "counter",
         "Syncs of explorers, by how they ended.",
-        &syncs,
+        ended.map(|(how, count)| (Some(("ended", *how)), *count)),
     );
     let saves = status.counts.saves.iter();
-    let saves: Vec<_> = saves
-        .map(|(ended, count)| (label("ended", ended), *count))
-        .collect();
-    metric(
+    metrics.counter(
         "saves_total",
-        "counter",
         "Versions that were to be saved in the store, by how that ended.",
-        &saves,
+        saves.map(|(how, count)| (Some(("ended", *how)), *count)),
     );
-    let requests = plain(status.counts.requests);
-    metric(
+    metrics.counter(
         "requests_total",
-        "counter",
         "Requests of parties.",
-        &requests,
+        [(None, status.counts.requests)],
     );
-    text
+    metrics.text()
 }
 
-/// A label with its value, in which the format's own characters are escaped.
-fn label(name: &str, value: &str) -> String {
-    let value = value
-        .replace('\\', "\\\\")
-        .replace('"', "\\\"")
-        .replace('\n', "\\n");
-    format!("{{{name}=\"{value}\"}}")
+/// A label's name and value.
+type Label<'a> = Option<(&'a str, &'a str)>;
+
+/// Metrics of one moment.
+#[derive(Default)]
+struct Metrics(Registry);
+
+impl Metrics {
+    fn gauge<'a>(
+        &mut self,
+        name: &str,
+        help: &str,
+        values: impl IntoIterator<Item = (Label<'a>, u64)>,
+    ) {
+        for (label, value) in values {
+            let gauge = IntGauge::with_opts(described(name, help, label));
+            // The library has whole numbers with a sign.
+            let value = i64::try_from(value).unwrap_or(i64::MAX);
+            self.register(gauge, |gauge| gauge.set(value));
+        }
+    }
+
+    fn counter<'a>(
+        &mut self,
+        name: &str,
+        help: &str,
+        values: impl IntoIterator<Item = (Label<'a>, u64)>,
+    ) {
+        for (label, value) in values {
+            let counter = IntCounter::with_opts(described(name, help, label));
+            self.register(counter, |counter| counter.inc_by(value));
+        }
+    }
+
+    fn register<M: Collector + Clone + 'static>(
+        &mut self,
+        metric: prometheus::Result<M>,
+        set: impl FnOnce(&M),
+    ) {
+        // Names and helps are written above. Of two parties of one name the first is shown: the
+        // format has one value for each name and label.
+        if let Ok(metric) = metric
+            && self.0.register(Box::new(metric.clone())).is_ok()
+        {
+            set(&metric);
+        }
+    }
+
+    fn text(&self) -> String {
+        let text = TextEncoder::new().encode_to_string(&self.0.gather());
+        text.unwrap_or_default()
+    }
+}
+
+fn described(name: &str, help: &str, label: Label<'_>) -> Opts {
+    let opts = Opts::new(name, help).namespace("weightsync");
+    match label {
+        Some((label, value)) => opts.const_label(label, value),
+        None => opts,
+    }
 }
 
 /// Everything that happens, as server-sent events.
@@ -281,14 +298,4 @@ fn message(record: &EventRecord) -> Bytes {
     let data = serde_json::to_string(record)
         .unwrap_or_else(|_| unreachable!("events are plain data with text keys"));
     format!("id: {}\ndata: {data}\n\n", record.number).into()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn label_escapes_what_the_format_reserves() {
-        assert_eq!(label("a", "b\"c\\d\ne"), r#"{a="b\"c\\d\ne"}"#);
-    }
 }
