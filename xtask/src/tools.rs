@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::fs;
+use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -214,6 +215,8 @@ impl Package {
 fn apt() -> Command {
     let mut apt = Command::new("apt-get");
     apt.arg("-qq").env("DEBIAN_FRONTEND", "noninteractive");
+    // What it says is not the output of the command that needs the package, such as `bench --json`.
+    apt.stdout(io::stderr());
     apt
 }
 
