@@ -81,7 +81,6 @@ _Outcome = Literal[
     "full",
     "asks",
     "absent",
-    "unknown",
 ]
 
 # A name, a dtype as safetensors spells it, a shape.

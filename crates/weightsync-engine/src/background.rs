@@ -413,7 +413,7 @@ impl<M: Send + Sync + 'static> Background<M> {
         // Whether this wait has asked other threads to let the staged set go first.
         let mut asked = false;
         let found = loop {
-            let left = until.map(|at| at.saturating_duration_since(Instant::now()));
+            let left = weightsync_mem::left(until);
             let found = handoff.wait(left, |inner| match enough(&inner.status) {
                 true => Some(RoundEnd::Enough),
                 // After a hand-over nothing is applied here.

@@ -1,7 +1,7 @@
 //! A worker that passes on what it receives, to workers of its own.
 
 use std::fmt;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use weightsync_core::{ModelId, Run, Version, WaitFor, WorkerId};
 
@@ -131,7 +131,7 @@ impl Cascade {
     pub fn forward(&mut self, timeout: Option<Duration>) -> Result<Option<Forwarded>> {
         let until = deadline(timeout);
         loop {
-            let left = until.map(|at| at.saturating_duration_since(Instant::now()));
+            let left = weightsync_mem::left(until);
             let Some(set) = self.receiver.next(left)? else {
                 return Ok(None);
             };

@@ -296,7 +296,7 @@ impl InFlight {
 
     /// Whether the send's own deadline has come.
     fn is_over(&self) -> bool {
-        self.deadline.is_some_and(|at| Instant::now() >= at)
+        weightsync_mem::passed(self.deadline)
     }
 
     fn late(&self, level: Level) -> Result<()> {

@@ -377,7 +377,7 @@ fn lock(file: impl AsFd, path: &Path, until: Option<Instant>) -> Result<()> {
             Err(Errno::WOULDBLOCK) => {}
             Err(errno) => return Err(failed("locking", path)(errno.into())),
         }
-        if until.is_some_and(|until| Instant::now() >= until) {
+        if weightsync_mem::passed(until) {
             return Err(Error::FileLocked {
                 path: path.into(),
                 waited: since.elapsed(),

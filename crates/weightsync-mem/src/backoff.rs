@@ -1,7 +1,8 @@
 //! The pauses between attempts.
 
 use std::fmt;
-use std::time::Duration;
+use std::hash::{BuildHasher as _, RandomState};
+use std::time::{Duration, Instant};
 
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
 
@@ -17,25 +18,20 @@ pub struct Backoff {
 impl Backoff {
     /// The first pause is between a half of `first` and all of it; none is longer than `longest`.
     pub fn new(first: Duration, longest: Duration) -> Self {
-        Self::of(Self::builder(first, longest), longest)
+        // The library's own seeds are the same in children that were forked from one process.
+        let seed = RandomState::new().hash_one((std::process::id(), Instant::now()));
+        Self::seeded(first, longest, seed)
     }
 
     /// As [`new`](Self::new), with the same pauses each time: for simulations.
     pub fn seeded(first: Duration, longest: Duration, seed: u64) -> Self {
-        let builder = Self::builder(first, longest).with_jitter_seed(seed);
-        Self::of(builder, longest)
-    }
-
-    /// The library adds up to as much again to each pause: a half is what is always waited.
-    fn builder(first: Duration, longest: Duration) -> ExponentialBuilder {
-        ExponentialBuilder::new()
+        // The library adds up to as much again to each pause: a half is what is always waited.
+        let builder = ExponentialBuilder::new()
             .with_min_delay(first / 2)
             .with_max_delay(longest / 2)
             .without_max_times()
             .with_jitter()
-    }
-
-    fn of(builder: ExponentialBuilder, longest: Duration) -> Self {
+            .with_jitter_seed(seed);
         Self {
             builder,
             pauses: builder.build(),

@@ -6,7 +6,6 @@
 //! is enough.
 
 use std::sync::atomic::{AtomicU32, AtomicU64};
-use std::time::Instant;
 
 use rustix::io::Errno;
 use rustix::thread::futex::{self, Flags};
@@ -27,7 +26,7 @@ pub(crate) fn value(word: &AtomicU64) -> u32 {
 /// Sleeps while the low half is `value`, until the word is woken, the deadline comes, or this
 /// thread is interrupted. May wake without a reason.
 pub(crate) fn wait(word: &AtomicU64, value: u32, deadline: Deadline) -> Result<(), Error> {
-    let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+    let left = crate::wait::left(deadline);
     // The caller sleeps in slices if its thread has a check, and looks again after each.
     let left = interrupt::at_most(left)?.map(timespec);
     // Not a private futex: sleeper and waker are processes, which map the page at different

@@ -2,8 +2,8 @@
 //! during a wait (Ctrl-C in a Python program).
 //!
 //! [`with`] gives this thread a *check* for the time of one call. Every wait that the thread
-//! makes in this call sleeps at most [`SLICE`] at a time. After each sleep, and at once when a
-//! signal arrives, it asks the check. Once the check has said yes, that wait and every later
+//! makes in this call sleeps at most [`SLICE`] at a time. After each sleep it asks the check: at once
+//! when a signal arrives, but for waits with a condition, which a signal does not end. Once the check has said yes, that wait and every later
 //! one of the call end with [`Error::Interrupted`]. Other threads are not affected, including
 //! those that belong to the ends in use. A thread without a check sleeps without slices.
 //!
@@ -22,6 +22,7 @@
 //! | a background receiver: its status, the receiver, the models, its end | the handoff in
 //! weightsync's `background/thread.rs` |
 //! | worker processes: their frames, room in their pipes, their end | weightsync's `worker/wait.rs` |
+//! | a change in a place that is looked at by turns | `Pause::until` of weightsync's `transport/polled.rs` |
 //!
 //! These waits always end soon and are not interruptible: a lock held for a few steps; the join
 //! of a thread that was told to end (when an end is dropped); the join of threads that copy;

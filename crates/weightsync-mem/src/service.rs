@@ -32,6 +32,9 @@ const MAX_STRANGERS: usize = 64;
 const STRANGER_TIME: Duration = Duration::from_secs(2);
 /// How many packets of one reader are handled before it is another reader's turn.
 const MAX_TURN: usize = 16;
+
+/// How many messages of a reader that is gone are read at most: more than a socket holds.
+const MAX_UNREAD: usize = 4096;
 /// How often slots are offered again that could not be sent.
 const OWING_TIME: Duration = Duration::from_millis(20);
 /// How often a relay shows its readers that it gets to run.
@@ -229,7 +232,8 @@ impl SharedRegistry {
         // Messages sent before a death count too, for example why the reader refused.
         let mut result = Ok(());
         // The lock is held meanwhile, and a reader that is there may send without end.
-        let most = if gone { usize::MAX } else { MAX_TURN };
+        // One that is gone has sent what it has, unless a forked child of it goes on.
+        let most = if gone { MAX_UNREAD } else { MAX_TURN };
         for _ in 0..most {
             // A fault below makes the reader deaf, and so ends this loop.
             let Some(reader) = state.readers.get_mut(&key).filter(|reader| !reader.deaf) else {
@@ -606,12 +610,16 @@ impl SharedRegistry {
         });
         // The reader lacks some of its pages, so it cannot hold anything yet.
         if let Err(error) = self.hand_out(&state, &socket, models, &mailbox) {
-            if let Some(relayed) = &self.relayed {
+            let is_crowded_out = error.is_crowded_out();
+            if let Some(relayed) = &self.relayed
+                && is_crowded_out
+            {
                 // The relay is told below that the worker is in, and tells the sender.
                 relayed.note_gone(&state, key, Departure::Left);
+                self.bells.ring();
             }
             state.remove(key);
-            return match error.is_crowded_out() {
+            return match is_crowded_out {
                 // After the hang-up the worker tries again.
                 true => Ok(()),
                 false => {

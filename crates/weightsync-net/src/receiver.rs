@@ -125,11 +125,13 @@ impl NetReceiver {
                 return Err(shared.lost(ended));
             }
             let Some(mut found) = state.take_found() else {
-                if shared.interrupted.swap(false, Ordering::SeqCst) || over(deadline) {
+                if shared.interrupted.swap(false, Ordering::SeqCst)
+                    || weightsync_mem::passed(deadline)
+                {
                     return Ok(None);
                 }
                 drop(state);
-                let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+                let left = weightsync_mem::left(deadline);
                 // Called without the lock, because this may run the user's code.
                 let pause = interrupt::at_most(left)?;
                 let state = shared.state();
@@ -161,7 +163,7 @@ impl NetReceiver {
             drop(state);
             // A wait that ended before its deadline was interrupted: by the user, or by a thread
             // that moves the worker to another segment, where the wait goes on.
-            let cut_short = matches!(result, Ok(None)) && !over(deadline);
+            let cut_short = matches!(result, Ok(None)) && !weightsync_mem::passed(deadline);
             let goes_on = cut_short && !shared.interrupted.swap(false, Ordering::SeqCst);
             if !gone && !goes_on {
                 return result;
@@ -432,10 +434,6 @@ impl Drop for NetReceiver {
 
 fn taken(found: &Mutex<Option<FoundSegment>>) -> Option<FoundSegment> {
     found.locked().take()
-}
-
-fn over(deadline: Deadline) -> bool {
-    deadline.is_some_and(|at| Instant::now() >= at)
 }
 
 #[cfg(test)]

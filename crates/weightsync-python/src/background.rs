@@ -127,7 +127,7 @@ impl Background {
         self.call(py, |inner| {
             // Taken here, so only a version that is applied from now on ends the wait.
             let before = inner.status()?;
-            let left = until.map(|at| at.saturating_duration_since(Instant::now()));
+            let left = weightsync_engine::transport::left(until);
             inner.wait(left, |status| match versions.is_empty() {
                 true => (&status.versions, &status.run) != (&before.versions, &before.run),
                 false if run.as_ref().is_some_and(|run| run_of(status.run) != *run) => true,

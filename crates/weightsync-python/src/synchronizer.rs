@@ -481,7 +481,7 @@ fn of_callback<T>(done: PyResult<T>, raised: Option<PyErr>) -> PyResult<T> {
 }
 
 fn left(until: Deadline) -> Option<f64> {
-    let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+    let left = weightsync_engine::transport::left(until);
     left.map(|left| left.as_secs_f64())
 }
 

@@ -130,7 +130,7 @@ pub mod report {
 pub mod scheme {
     pub use weightsync_engine::{AnyScheme, MultiProcess, NoSync, Queue, SharedMem, settings};
     #[cfg(feature = "net")]
-    pub use weightsync_net::Distributed;
+    pub use weightsync_net::{Deltas, Distributed, Share, Verify};
     #[cfg(feature = "rpc")]
     pub use weightsync_serve::Rpc;
     #[cfg(feature = "store")]

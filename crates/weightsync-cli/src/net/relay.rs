@@ -27,9 +27,9 @@ pub struct RelayArgs {
     /// WEIGHTSYNC_TLS_DIR]
     #[arg(long, value_name = "PATH")]
     tls: Option<PathBuf>,
-    /// Connections by which versions are fetched
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=8))]
-    connections: u8,
+    /// Connections by which versions are fetched [default: the sender's setting]
+    #[arg(long, value_parser = clap::value_parser!(u8).range(1..=8))]
+    connections: Option<u8>,
 }
 
 /// Runs a relay until a signal ends it.
@@ -42,7 +42,9 @@ pub fn run(args: &RelayArgs) -> Result<u8, Box<dyn Error>> {
             Relay::of(&info)
         }
     };
-    relay = relay.connections(args.connections.into());
+    if let Some(connections) = args.connections {
+        relay = relay.connections(connections.into());
+    }
     if args.insecure_plaintext {
         relay = relay.insecure_plaintext();
     }

@@ -13,7 +13,6 @@ use super::{BLOCK, BitPattern, BlockWork, DeltaError, Scratch, by_width, check_s
 )]
 #[strum(serialize_all = "snake_case")]
 #[serde(rename_all = "snake_case")]
-#[non_exhaustive]
 pub enum Codec {
     /// Near the speed of memory.
     Fast,

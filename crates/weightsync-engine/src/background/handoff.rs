@@ -4,7 +4,7 @@
 //! weights; a thread of the worker that needs it interrupts that wait, and takes it next.
 
 use std::sync::{Condvar, Mutex, MutexGuard, TryLockError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use weightsync_mem::threads::{CondvarExt as _, LockExt as _};
 use weightsync_mem::{Origin, interrupt};
@@ -122,7 +122,7 @@ impl<B> ReceiverHandoff<B> {
             if found.is_some() || is_over {
                 return Ok(found);
             }
-            inner = match until.map(|at| at.saturating_duration_since(Instant::now())) {
+            inner = match weightsync_mem::left(until) {
                 Some(Duration::ZERO) => return Ok(None),
                 left => self.rest(inner, left)?,
             };
@@ -233,7 +233,7 @@ impl<B> ReceiverHandoff<B> {
         // News since the thread took the receiver are not slept through: it compares with what it
         // saw.
         while inner.news == seen {
-            inner = match until.map(|at| at.saturating_duration_since(Instant::now())) {
+            inner = match weightsync_mem::left(until) {
                 Some(Duration::ZERO) => return,
                 left => match self.rest(inner, left) {
                     Ok(inner) => inner,

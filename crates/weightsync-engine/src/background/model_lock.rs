@@ -310,7 +310,7 @@ fn come_in(
                 Some(until.map_or(at, |until| at.min(until)))
             }
         };
-        let left = next.map(|at| at.saturating_duration_since(Instant::now()));
+        let left = weightsync_mem::left(next);
         // Either the courtesy is over, and this thread goes in; or its timeout has come.
         if left == Some(Duration::ZERO) {
             break match permits.admits(access, me) {

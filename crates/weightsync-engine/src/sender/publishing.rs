@@ -52,7 +52,7 @@ impl Sender {
             if self.in_flight.len() < allowed {
                 return Ok(());
             }
-            let left = until.map(|at| at.saturating_duration_since(Instant::now()));
+            let left = weightsync_mem::left(until);
             // Sends are refused here, or the time for this one is over.
             if !wait || left.is_some_and(|left| left.is_zero()) {
                 let versions = oldest.versions().to_vec();

@@ -58,7 +58,7 @@ pub use crate::send_history::SendHistory;
 pub use inventory::submit as register;
 pub use weightsync_mem::{
     Backoff, BoxedError, CopyOptions, Deadline, Fill, Lateness, Source, WaitStyle, interrupt, left,
-    raise_files, threads,
+    passed, raise_files, threads,
 };
 
 /// The moment `timeout` from now; `None` is never, as is a moment beyond the clock's range.

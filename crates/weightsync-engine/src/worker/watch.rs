@@ -380,11 +380,12 @@ impl Watcher {
         let mut state = self.shared.state.locked();
         state.deliver(worker, frames);
         state.record_exit(worker, exit);
-        // Until the next process has the slot, which `record_exit` has cleared.
-        state.restarting += 1;
+        // Until it has the slot, which `record_exit` has cleared.
+        let starting = usize::from(matches!(next, Some(Ok(_))));
+        state.starting += starting;
         drop(state);
         let next = next.map(|next| next.map(|next| self.enrol(worker, next)));
-        self.shared.state.locked().restarting -= 1;
+        self.shared.state.locked().starting -= starting;
         self.shared.changed.notify_all();
         match (request, next) {
             (Some(request), Some(next)) => answer(request, next),

@@ -409,7 +409,9 @@ pub(super) struct GroupState {
     pub(super) events: VecDeque<(usize, Event)>,
     pub(super) requests: Vec<RestartRequest>,
     /// How many callers wait for a restart.
-    pub(super) restarting: usize,
+    restarting: usize,
+    /// How many processes have started in place of others that have ended, and are in no slot yet.
+    pub(super) starting: usize,
     /// The group is being shut down.
     pub(super) closing: bool,
     /// The watching thread is to end whatever still runs.
@@ -420,7 +422,8 @@ pub(super) struct GroupState {
 
 impl GroupState {
     fn running(&self) -> usize {
-        self.slots.iter().filter(|slot| slot.link.is_some()).count()
+        let in_slots = self.slots.iter().filter(|slot| slot.link.is_some());
+        in_slots.count() + self.starting
     }
 
     /// Queues frames of a worker for the callers.

@@ -5,13 +5,12 @@
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Condvar, Mutex, MutexGuard};
-use std::time::Instant;
 
 use crate::error::Error;
 use crate::interrupt;
 use crate::sync::load_acquire;
 use crate::threads::{CondvarExt as _, LockExt as _};
-use crate::wait::Deadline;
+use crate::wait::{Deadline, left};
 
 static ASLEEP: Mutex<()> = Mutex::new(());
 static WOKEN: Condvar = Condvar::new();

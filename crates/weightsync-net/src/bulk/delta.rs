@@ -475,7 +475,7 @@ impl Delta {
         // Thin deltas cannot be folded.
         let (foldable, thin) = match codec {
             Codec::Thin => (Codec::Fast, true),
-            other => (other, false),
+            foldable @ (Codec::Fast | Codec::Gaps) => (foldable, false),
         };
         let (made, bytes) = versions.encode(index, foldable, scratch);
         let thin = thin.then(|| versions.encode(index, Codec::Thin, scratch).1);

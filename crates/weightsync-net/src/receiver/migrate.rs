@@ -125,7 +125,12 @@ impl SharedReceiver {
                 Some(true) if shared.has_looked() => return,
                 // That relay has gone already, and the worker is its own agent again.
                 Some(true) => {
-                    (backoff, since) = (Backoff::new(FIRST, LONGEST), Instant::now());
+                    let longest = if has_version {
+                        LONGEST
+                    } else {
+                        LONGEST_WITHOUT
+                    };
+                    (backoff, since) = (Backoff::new(FIRST, longest), Instant::now());
                 }
                 Some(false) => {}
             }

@@ -9,7 +9,7 @@ use weightsync_engine::transport::{
     Attached, Deadline, Endpoint, Handoff, Joining, ReceiverTransport, SILENT_SENDER, interrupt,
 };
 use weightsync_engine::{Error, Result, Run};
-use weightsync_mem::{AttachOptions, Backoff, Origin, SegmentReader};
+use weightsync_mem::{AttachOptions, Backoff, Origin, SegmentReader, passed};
 
 use crate::access::Access;
 use crate::error::{NetError, transport};
@@ -138,7 +138,7 @@ impl Route {
                 SearchResult::Nothing(_, reason) => reason,
             };
             interrupt::at_most(None)?;
-            let is_over = deadline.is_some_and(|at| Instant::now() >= at);
+            let is_over = passed(deadline);
             // The reason of the look before says more if this one had less than an attempt's time,
             // or did not dial.
             last = match is_over && is_cut {
@@ -321,7 +321,7 @@ impl Route {
             }
             // A trainer on this host is worth any wait, and a relay a short one.
             let is_trainer = silent.iter().any(|(owner, _)| *owner == NameOwner::Sender);
-            let is_over = until.is_some_and(|at| Instant::now() >= at) || !goes_on();
+            let is_over = passed(until) || !goes_on();
             if is_over && is_trainer {
                 return Ok(SearchResult::Nothing(Unreached::Unknown, None));
             }
@@ -424,7 +424,7 @@ impl Route {
             root: address(),
             secret: *self.at.secret(),
             seen: self.joining.seen,
-            connections: self.scheme.connections,
+            connections: None,
             address: AgentAddress::Own(format!("weightsync/net/own/{high:016x}{low:016x}")),
             // A stopped worker must not hold up other hosts.
             serves: false,

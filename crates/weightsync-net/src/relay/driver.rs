@@ -131,7 +131,7 @@ impl Driver {
         let connections = Connections::new(
             credentials.clone(),
             (run, agent),
-            options.connections,
+            options.connections.unwrap_or(scheme.connections),
             scheme.verifies().then_some(root),
         );
         let mut driver = Self {

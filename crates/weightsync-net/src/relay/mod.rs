@@ -11,16 +11,17 @@ pub(crate) mod plan;
 mod service;
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use tokio::runtime::Handle;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 use weightsync_core::{Epoch, Run};
-use weightsync_mem::threads;
+use weightsync_mem::threads::{self, LockExt as _};
 use weightsync_mem::{Backoff, Deadline, Ending, Listener, Origin, left};
 
 use self::driver::{Driver, DriverEvent};
@@ -51,7 +52,7 @@ pub(crate) struct AgentOptions {
     /// The highest epoch that was seen.
     pub(crate) seen: Epoch,
     /// Connections of one fetch.
-    pub(crate) connections: usize,
+    pub(crate) connections: Option<usize>,
     /// The address at which its workers find it.
     pub(crate) address: AgentAddress,
     /// Whether it passes versions on to other hosts.
@@ -266,13 +267,26 @@ impl Drop for Agent {
     }
 }
 
-/// Tells a task to end, from any thread.
-pub(crate) fn tell_to_end<T>(events: &mpsc::Sender<T>, mut stop: T) {
-    // A full queue gets room: the task reads it until it ends. Tokio's own blocking send panics in a
-    // thread that drives async tasks, where a caller may drop an end too.
-    while let Err(TrySendError::Full(back)) = events.try_send(stop) {
-        stop = back;
-        std::thread::sleep(Duration::from_millis(1));
+/// Tells a task to end, from any thread. Waits for its turn where the task's queue is full.
+pub(crate) fn tell_to_end<T: Send>(events: &mpsc::Sender<T>, stop: T) {
+    // A task that has ended receives nothing.
+    let tell = |stop| drop(events.blocking_send(stop));
+    if Handle::try_current().is_err() {
+        return tell(stop);
+    }
+    // In a thread that drives async tasks, where a caller may drop an end too, a blocking send panics.
+    let stop = Mutex::new(Some(stop));
+    let told = std::thread::scope(|scope| {
+        let work = || stop.locked().take().map(tell);
+        threads::spawn_scoped(scope, "end", work).map(drop)
+    });
+    // Without a thread: attempts have no place in the queue, but the task reads it until it ends.
+    let mut stop = stop.into_inner().ok().flatten().filter(|_| told.is_err());
+    while let Some(one) = stop.take() {
+        if let Err(TrySendError::Full(back)) = events.try_send(one) {
+            stop = Some(back);
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 

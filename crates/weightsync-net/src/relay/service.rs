@@ -50,7 +50,7 @@ pub struct Relay {
     token: Option<Token>,
     insecure_plaintext: bool,
     tls: Option<PathBuf>,
-    connections: usize,
+    connections: Option<usize>,
     stop: Arc<Stop>,
 }
 
@@ -136,7 +136,7 @@ impl Relay {
             token: None,
             insecure_plaintext: false,
             tls: None,
-            connections: 2,
+            connections: None,
             stop: Arc::default(),
         }
     }
@@ -155,10 +155,10 @@ impl Relay {
         self
     }
 
-    /// Sets the number of connections of each fetch, 1 to 8.
+    /// Sets the number of connections of each fetch, 1 to 8, instead of the sender's setting.
     #[must_use]
     pub fn connections(mut self, connections: usize) -> Self {
-        self.connections = connections.clamp(1, 8);
+        self.connections = Some(connections.clamp(1, 8));
         self
     }
 

@@ -15,6 +15,18 @@ fn place(scheme: &Distributed) -> Result<Endpoint> {
 }
 
 #[test]
+fn agents_are_told_all_but_where_the_sender_is_reached() {
+    let text = "connections=3,deltas=always,every=4,verify=blake3";
+    let reach = "listen=10.0.0.1:7000,advertise=trainer:7000,tls=/certs,insecure-plaintext";
+    let scheme = Distributed::told_by_sender(&format!("{reach},{text}")).unwrap();
+    assert_eq!(scheme.told_to_agents(), text);
+    let told = Distributed::told_by_sender(text).unwrap();
+    assert_eq!((told.connections, told.verify), (3, Verify::Blake3));
+    assert_eq!(Distributed::default().told_to_agents(), "");
+    Distributed::told_by_sender("verify=blake3,of-tomorrow=1").unwrap_err();
+}
+
+#[test]
 fn every_setting_comes_back_from_its_text() {
     let cases = [
         ("arity", "7"),
@@ -28,6 +40,7 @@ fn every_setting_comes_back_from_its_text() {
         ("pull", ""),
         ("share", "none"),
         ("share", "relay"),
+        ("verify", "blake3"),
     ];
     for (key, value) in cases {
         let settings = BTreeMap::from([(key.to_owned(), value.to_owned())]);

@@ -7,6 +7,7 @@ use std::{
 };
 
 use rand::{Rng, SeedableRng};
+use weightsync_engine::transport::left;
 use weightsync_engine::{InitInfo, Sender, Version, WorkerId};
 
 use super::{
@@ -446,10 +447,6 @@ impl Core {
             dropped: std::mem::take(&mut self.dropped),
         }
     }
-}
-
-fn left(deadline: Option<Instant>) -> Option<Duration> {
-    deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()))
 }
 
 /// The number of the worker at an index.

@@ -139,7 +139,7 @@ pub(super) fn work(port: &impl Port, start: Start, live: &LiveWeights) -> Result
     // It may have been given up before there was a receiver to take, and another worker may wait for
     // its number.
     if live.is_given_up() {
-        *live.lock() = None;
+        live.give_up();
         return Ok(());
     }
     let envs = start.envs as usize;

@@ -401,11 +401,6 @@ impl fmt::Display for Addresses {
     }
 }
 
-/// Whether a deadline has come.
-fn passed(deadline: Deadline) -> bool {
-    deadline.is_some_and(|deadline| std::time::Instant::now() >= deadline)
-}
-
 /// Waits on a condition until something may have changed, at most until the deadline. The
 /// caller's check, which may end the wait, runs without the lock.
 fn wait_on<'a, T>(

@@ -7,9 +7,11 @@ use weightsync_core::synchronizer::Method;
 use weightsync_engine::transport::{Deadline, deadline};
 use weightsync_engine::{InitInfo, Result, Version};
 
+use weightsync_mem::left;
+
 use super::SyncError;
 use super::link::{ServiceLink, Unanswered};
-use super::membership::{LOOK, PartyMembership, left, ms};
+use super::membership::{LOOK, PartyMembership, ms};
 use super::party::{PartyOptions, is_mended};
 use super::wire::{Ended, NeedAnswer, Reply, Request, Role, SyncAnswer, short};
 

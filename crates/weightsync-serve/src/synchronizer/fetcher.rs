@@ -1,6 +1,6 @@
 //! Fetches what an explorer is told to load.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use weightsync_engine::{Error, InitInfo, Pull, Receiver, ReceiverSetup, Result, SetSnapshot};
 use weightsync_store::StoreScheme;
@@ -65,7 +65,7 @@ impl Fetcher {
         // Each step gets the time that is left of the sync.
         let left = || {
             let until = fetch.until;
-            until.map(|until| until.saturating_duration_since(Instant::now()))
+            weightsync_mem::left(until)
         };
         // Another place or number is another sender: the service or the trainer was started again.
         if self

@@ -198,7 +198,7 @@ impl ServiceLink {
     ) -> Result<PartyConnection, Unanswered> {
         let mut backoff = Backoff::new(PAUSE, LONGEST_PAUSE);
         loop {
-            let left = || until.map(|until| until.saturating_duration_since(Instant::now()));
+            let left = || weightsync_mem::left(until);
             // A first attempt has some time also at a deadline that has passed. So a caller that
             // only looks finds a service that is there.
             let patience = left().map_or(PATIENCE, |left| left.clamp(SHORTEST, PATIENCE));

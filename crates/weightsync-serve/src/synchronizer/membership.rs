@@ -160,7 +160,7 @@ impl PartyMembership {
     ) -> Result<NeedAnswer> {
         let until = deadline(timeout);
         loop {
-            let timeout = left(until);
+            let timeout = weightsync_mem::left(until);
             let timeout_ms = ms(timeout);
             let asked = self.ask(Request::WaitNeed { step, timeout_ms }, timeout, until);
             match self.need_of(asked)? {
@@ -224,8 +224,4 @@ fn step_of(request: &Request) -> Option<u64> {
 
 pub(super) fn ms(timeout: Option<Duration>) -> Option<u64> {
     timeout.map(|timeout| timeout.as_millis() as u64)
-}
-
-pub(super) fn left(until: Deadline) -> Option<Duration> {
-    until.map(|until| until.saturating_duration_since(Instant::now()))
 }

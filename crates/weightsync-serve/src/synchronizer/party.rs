@@ -7,10 +7,12 @@ use weightsync_core::synchronizer::{Method, Style};
 use weightsync_engine::transport::{Deadline, deadline};
 use weightsync_engine::{Error, InitInfo, Remedy, Result, Version};
 
+use weightsync_mem::left;
+
 use super::SyncError;
 use super::lasting;
 use super::link::{ServiceLink, Unanswered};
-use super::membership::{PartyMembership, left, ms};
+use super::membership::{PartyMembership, ms};
 use super::wire::{
     Ended, Join, NeedAnswer, PROTOCOL, Reply, Request, RequestProblem, Role, TrainerAnswer, short,
 };

@@ -389,7 +389,8 @@ fn exchange_by_renaming(new: &Path, old: &Path) -> io::Result<()> {
     let kept = |error: io::Error| {
         let aside = aside.display();
         let text = format!("{error}; what was at {} is now at {aside}", old.display());
-        io::Error::new(error.kind(), text)
+        // Without the kind, by which callers say something else.
+        io::Error::other(text)
     };
     if let Err(error) = fs::rename(new, old) {
         return Err(match fs::rename(&aside, old) {

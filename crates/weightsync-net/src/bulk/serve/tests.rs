@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use weightsync_conformance::scale::longest;
 use weightsync_core::{Dtype, Epoch, Layout, Version};
+use weightsync_mem::threads::LockExt as _;
 use weightsync_mem::{Listener, ModelDescription, RelaySegment, SegmentOptions};
 
 use super::*;

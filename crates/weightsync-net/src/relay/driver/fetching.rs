@@ -45,7 +45,6 @@ pub(super) struct Fetches {
     pub(super) room: Instant,
     /// When to report to the sender how much has arrived.
     measures: Instant,
-    /// How many fetches in a row broke off.
     /// The pauses after fetches that broke off; `None` after one that did not.
     backoff: Option<Backoff>,
     /// When to report to the sender that a parent is lost, which one, and the reason.
@@ -304,7 +303,7 @@ impl Driver {
 
     /// Every block of a version is here: it can be read and reported.
     fn commit(&mut self, item: Item) {
-        let Some((slot, _)) = self.fetches.arriving.get(&item) else {
+        let Some((slot, _)) = self.fetches.arriving.get(&item).cloned() else {
             return;
         };
         match slot.commit() {
@@ -318,8 +317,15 @@ impl Driver {
                 self.step([PlanInput::Whole { item }]);
             }
             Err(error) => {
-                tracing::error!("{item:?} cannot be committed: {error}");
-                // Like a lack of room, this is tried again after a while: workers wait for it.
+                if let Some(more) = self.log_limiter.logs("commit", Instant::now().into_std()) {
+                    log_limiter::warn(more, &format!("{item:?} cannot be committed: {error}"));
+                }
+                // Workers wait for it, so it is fetched again after a while, into another slot: as
+                // where there was no room, nothing of it is here.
+                drop(slot);
+                self.store.remove(item);
+                self.fetches.release(item);
+                self.fetches.room = Instant::now() + ROOM;
                 self.step([PlanInput::NoRoom { item }]);
             }
         }

@@ -132,7 +132,7 @@ impl Driver {
         let connections = Connections::new(
             self.credentials.clone(),
             (self.run, self.agent),
-            self.options.connections,
+            self.options.connections.unwrap_or(scheme.connections),
             scheme.verifies().then_some(root),
         );
         self.connections = Arc::new(connections);

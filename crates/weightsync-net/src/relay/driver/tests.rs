@@ -51,7 +51,7 @@ async fn driver(name: &str) -> Around {
         root: address.to_string(),
         secret: SECRET,
         seen: Epoch::default(),
-        connections: 1,
+        connections: Some(1),
         address: AgentAddress::Own(name.clone()),
         serves: false,
         access: Access::default(),

@@ -349,7 +349,7 @@ pub(super) async fn ask(
     loop {
         // The question carries the time that is left: a deadline means nothing on another host's
         // clock.
-        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        let left = weightsync_mem::left(deadline);
         let question = Question {
             want,
             model: version.map(|_| session.wanted[model]),
@@ -396,7 +396,7 @@ pub(super) async fn ask(
         if has_ended(&inbox) {
             return Err(NoAnswer::Gone);
         }
-        if crate::rpc::passed(deadline) {
+        if weightsync_mem::passed(deadline) {
             return Ok(None);
         }
         sleep(PAUSE).await;

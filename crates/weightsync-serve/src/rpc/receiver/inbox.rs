@@ -7,12 +7,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use tokio::sync::{mpsc, watch};
 use weightsync_engine::transport::{Deadline, Image};
 use weightsync_engine::{Error, Member, Result, SetSnapshot, Snapshot, Version};
+use weightsync_mem::passed;
 use weightsync_mem::threads::LockExt as _;
 
 use super::fetch::Partial;
 use super::joining::JoinedSender;
+use crate::rpc::wait_on;
 use crate::rpc::wire::{Applied, Digits, Notified};
-use crate::rpc::{passed, wait_on};
 
 /// How the sender has ended for this worker.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use hyper::StatusCode;
 use tokio::time::sleep;
 use weightsync_engine::transport::{
-    Backoff, Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt, left,
+    Backoff, Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt, left, passed,
 };
 use weightsync_engine::{Epoch, Error, ModelId, Result, Run};
 use weightsync_mem::threads::LockExt as _;
@@ -27,7 +27,7 @@ use crate::rpc::wire::{
     Digits, FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Question, Register, RpcProblem, Welcome,
     WorkerMessage, of_sender, url,
 };
-use crate::rpc::{Addresses, PATIENCE, PROBE, SILENCE, address, passed};
+use crate::rpc::{Addresses, PATIENCE, PROBE, SILENCE, address};
 
 /// The pause between two attempts at an absent sender, at first and at most.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -204,7 +204,10 @@ pub(super) fn join(
         to: To::Sender,
     };
     let client = Client::new(sender, Bearer::to_sender(at.secret()), encryption);
-    let mut backoff = Backoff::new(PAUSE, LONGEST_TURNED_AWAY);
+    // A sender that has refused the worker is asked less often than an absent one, which may start at
+    // any moment.
+    let mut absent = Backoff::new(PAUSE, LONGEST_PAUSE);
+    let mut turned_away = Backoff::new(PAUSE, LONGEST_TURNED_AWAY);
     let mut last = None;
     loop {
         // The last attempt may outlast the deadline a little. A caller with a deadline of zero then
@@ -269,22 +272,19 @@ pub(super) fn join(
         }
         // Only the attempt just before the deadline lends its reason.
         last = None;
-        // A sender that has refused the worker is asked less often than an absent one, which may
-        // start at any moment.
-        let longest = match not_in {
+        let pause = match not_in {
             JoinFailure::Absent(why) | JoinFailure::Silent(why) => {
                 last = Some(why);
-                LONGEST_PAUSE
+                absent.pause()
             }
-            JoinFailure::Closed => LONGEST_PAUSE,
+            JoinFailure::Closed => absent.pause(),
             JoinFailure::Stranger
             | JoinFailure::Wrong(_)
             | JoinFailure::Denied(_)
             | JoinFailure::Untrusted(_)
             | JoinFailure::Taken(_)
-            | JoinFailure::Fenced(_) => LONGEST_TURNED_AWAY,
+            | JoinFailure::Fenced(_) => turned_away.pause(),
         };
-        let pause = backoff.pause().min(longest);
         // The caller's interrupt ends this pause early.
         interrupt::sleep(left(deadline).map_or(pause, |left| left.min(pause)))?;
     }

@@ -107,7 +107,7 @@ fn wait_for<T>(wait: &std::sync::mpsc::Receiver<T>, deadline: Deadline) -> Resul
     loop {
         // The wait goes in slices where the caller has an interrupt check, such as Python's
         // signals.
-        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        let left = weightsync_mem::left(deadline);
         let pause = interrupt::at_most(left)?;
         let Some(pause) = pause else {
             return Ok(wait.recv().ok());
@@ -115,7 +115,7 @@ fn wait_for<T>(wait: &std::sync::mpsc::Receiver<T>, deadline: Deadline) -> Resul
         match wait.recv_timeout(pause) {
             Ok(value) => return Ok(Some(value)),
             Err(RecvTimeoutError::Disconnected) => return Ok(None),
-            Err(RecvTimeoutError::Timeout) if super::passed(deadline) => return Ok(None),
+            Err(RecvTimeoutError::Timeout) if weightsync_mem::passed(deadline) => return Ok(None),
             Err(RecvTimeoutError::Timeout) => {}
         }
     }

@@ -27,6 +27,7 @@ use weightsync_engine::transport::{Attendance, Deadline, ModelSpec, SendHistory}
 use weightsync_engine::{
     Epoch, ModelId, Result, Run, SenderStatus, Version, WorkerId, WorkerRoute,
 };
+use weightsync_mem::passed;
 use weightsync_mem::threads::LockExt as _;
 use weightsync_mem::{
     Delivery, Departure, ModelMask, NotifiedSet, RemoteReader, RemoteReaderOptions, RemoteReaders,
@@ -37,8 +38,8 @@ use weightsync_net::log_limiter::{self, LogLimiter};
 
 pub(super) use self::versions::ServingVersion;
 use crate::http::{Bearer, ProofKey};
+use crate::rpc::wait_on;
 use crate::rpc::wire::{Applied, Digits, url};
-use crate::rpc::{passed, wait_on};
 
 /// One registration of a worker. A worker that registers again gets another one.
 pub(super) type ConnectionId = u64;
