@@ -87,6 +87,7 @@ impl<'a> TensorRef<'a> {
     /// [`ExtractError::TooLarge`] if `shape` is no shape of `dtype`, [`ExtractError::StrideCount`] if
     /// there is not one stride per dimension, [`ExtractError::SubByte`] if elements are smaller than
     /// a byte, and [`ExtractError::OutOfBounds`] if an element lies outside `data`.
+    // Longer than a screen: a list of checks, each of which relies on those before it.
     pub fn strided(
         dtype: Dtype,
         shape: &'a [u64],
@@ -439,6 +440,8 @@ const LINE: usize = 64;
 /// transpose), the two dimensions are taken tile by tile: a tile is read, and cast, along the source's
 /// lines into a buffer and written along the destination's, so every line is visited once, and lines that
 /// a large stride maps to the same few sets of the cache do not have to stay there.
+// Longer than a screen: the loops over tiles are hot, and each uses the sizes that all the lines
+// before them work out.
 fn write_strided(conversion: Conversion, dst: &mut [u8], src: &[u8], start: usize, dims: &[Dim]) {
     let to_size = conversion.result_size();
     let Some((&row, outer)) = dims.split_last() else {

@@ -357,9 +357,8 @@ impl Synchronizer {
     }
 
     /// Notes what happened. The party is one that is not known, or may not say this.
-    ///
-    /// This function is long because it is one list: an arm for each event, and the arms can be read
-    /// next to those of the specification's table.
+    // Longer than a screen: one list with an arm for each event, so that the arms can be read next
+    // to those of the specification's table.
     fn take(
         &mut self,
         event: SyncEvent,

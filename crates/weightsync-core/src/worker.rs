@@ -354,6 +354,7 @@ impl WorkerReport {
         fmt::from_fn(move |f| self.write(f, level))
     }
 
+    // Longer than a screen: a table with one sentence for each outcome.
     fn write(&self, f: &mut fmt::Formatter<'_>, level: WaitFor) -> fmt::Result {
         write!(f, "{}", self.worker)?;
         // 0: the process is not known, as of a worker that never joined.

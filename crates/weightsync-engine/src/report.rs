@@ -202,9 +202,9 @@ fn is_wished(line: &WorkerReport) -> bool {
     matches!(line.outcome, Outcome::Left | Outcome::Held | Outcome::Asks)
 }
 
-/// One sentence for the send, and one for each worker that is not up to date.
-impl fmt::Display for Report {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl Report {
+    /// Writes what was sent.
+    fn write_versions(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, (model, version)) in self.versions.iter().enumerate() {
             let before = match index {
                 0 => "",
@@ -221,9 +221,11 @@ impl fmt::Display for Report {
             };
             write!(f, " ({} {tensors} of it)", names.len())?;
         }
-        if self.versions.is_empty() {
-            return f.write_str("nothing was sent: there is no worker");
-        }
+        Ok(())
+    }
+
+    /// Writes how far the send came, and how long it took.
+    fn write_reach(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let several = self.versions.len() > 1;
         match (self.level, self.workers.len()) {
             (WaitFor::Sent, _) => {
@@ -232,7 +234,7 @@ impl fmt::Display for Report {
                     f,
                     " {is} live after {:.1?}; no worker was waited for",
                     self.copied
-                )?;
+                )
             }
             (_, 0) => {
                 let is = if several { "are" } else { "is" };
@@ -240,7 +242,7 @@ impl fmt::Display for Report {
                     f,
                     " {is} live after {:.1?}; there is no worker",
                     self.copied
-                )?;
+                )
             }
             (level, all) => {
                 let done = if level == WaitFor::Staged {
@@ -258,9 +260,20 @@ impl fmt::Display for Report {
                     " {was} {done} by {} of {all} workers in {:.1?}",
                     reached.count(),
                     self.took
-                )?;
+                )
             }
         }
+    }
+}
+
+/// One sentence for the send, and one for each worker that is not up to date.
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.write_versions(f)?;
+        if self.versions.is_empty() {
+            return f.write_str("nothing was sent: there is no worker");
+        }
+        self.write_reach(f)?;
         if let Some(changes) = &self.changes {
             write!(f, "; {changes}")?;
         }

@@ -233,14 +233,7 @@ impl Sender {
         let there = self.transport.wait_workers(until, &mut |there| {
             // Workers that left in order before this wait began belong to an earlier wait.
             all = there.joined;
-            let here = there.workers.iter().filter(|worker| counts(worker));
-            // A worker may load the first version and leave in order while others still join: it
-            // counts.
-            let left = there.gone.iter().filter(|gone| {
-                gone.joined > before && gone.how == Outcome::Left && counts(&gone.status)
-            });
-            let left = left.map(|gone| &gone.status);
-            let ready: BTreeSet<_> = here.chain(left).map(|worker| worker.worker).collect();
+            let ready = ready_workers(there, before, counts);
             // Only those that are new since the last look are logged.
             let known = std::mem::replace(&mut joined, ready.into_iter().collect());
             log_joined(&there.workers, &known, &joined, expect);
@@ -358,6 +351,24 @@ impl Drop for Sender {
             one.close();
         }
     }
+}
+
+/// The workers that are ready, by number: those that are there, and those that have left in order
+/// and came after the first `before` that joined.
+fn ready_workers(
+    there: &Attendance,
+    before: u64,
+    counts: impl Fn(&WorkerStatus) -> bool,
+) -> BTreeSet<WorkerId> {
+    let here = there.workers.iter().filter(|worker| counts(worker));
+    // A worker may load the first version and leave in order while others still join: it
+    // counts.
+    let left = there
+        .gone
+        .iter()
+        .filter(|gone| gone.joined > before && gone.how == Outcome::Left && counts(&gone.status));
+    let left = left.map(|gone| &gone.status);
+    here.chain(left).map(|worker| worker.worker).collect()
 }
 
 /// For each expected number, the last worker that went without leaving in order and is not back.

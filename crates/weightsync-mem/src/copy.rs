@@ -91,48 +91,8 @@ pub(crate) unsafe fn write_image(
         image.write(spans, (0, &mut sums))?;
         return Ok(sums);
     }
-    // This thread copies the first run, and one more thread each of the others.
     let cuts = cut(spans, sources, CopyOptions { threads, ..options });
-    let (first, others) = cuts
-        .split_first()
-        .map_or((0..0, &[][..]), |(a, b)| (a.clone(), b));
-    std::thread::scope(|scope| {
-        // The first block after a run of spans: no block belongs to two runs.
-        let behind = |range: &Range<usize>| match spans.get(range.end) {
-            Some(next) => (next.image.start / CHECKSUM_BLOCK).min(blocks),
-            None => blocks,
-        };
-        // Each thread gets the part of the table that belongs to its blocks, so that none needs a
-        // lock.
-        let mut block = behind(&first);
-        let (own, mut rest) = sums.split_at_mut(block);
-        let mut threads = Vec::with_capacity(others.len());
-        for range in others {
-            let from = std::mem::replace(&mut block, behind(range));
-            let (part, tail) = std::mem::take(&mut rest).split_at_mut(block - from);
-            rest = tail;
-            let (image, spans) = (&image, &spans[range.clone()]);
-            // On an error the scope still joins the threads that run. What they have written is
-            // never published.
-            let copy = move || image.write(spans, (from, part));
-            threads.push(
-                threads::spawn_scoped(scope, "copy", copy).map_err(|source| Error::Os {
-                    action: "starting a copying thread",
-                    source,
-                })?,
-            );
-        }
-        // All threads are joined, also after an error here: they write into the slot.
-        let mut result = image.write(&spans[first], (0, own));
-        for thread in threads {
-            // Passes a fill function's panic on to the caller.
-            let other = thread
-                .join()
-                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            result = result.and(other);
-        }
-        result
-    })?;
+    image.write_on_threads(spans, &cuts, &mut sums)?;
     Ok(sums)
 }
 
@@ -246,6 +206,62 @@ struct SlotImage<'a> {
 unsafe impl Sync for SlotImage<'_> {}
 
 impl SlotImage<'_> {
+    /// Writes each run of spans on a thread, and the checksums of their blocks if there is room for
+    /// them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Fill`] as for one thread, and [`Error::Os`] if a thread cannot be started.
+    fn write_on_threads(
+        &self,
+        spans: &[Span],
+        cuts: &[Range<usize>],
+        sums: &mut [u64],
+    ) -> Result<(), Error> {
+        // This thread copies the first run, and one more thread each of the others.
+        let (first, others) = cuts
+            .split_first()
+            .map_or((0..0, &[][..]), |(a, b)| (a.clone(), b));
+        let blocks = sums.len();
+        std::thread::scope(|scope| {
+            // The first block after a run of spans: no block belongs to two runs.
+            let behind = |range: &Range<usize>| match spans.get(range.end) {
+                Some(next) => (next.image.start / CHECKSUM_BLOCK).min(blocks),
+                None => blocks,
+            };
+            // Each thread gets the part of the table that belongs to its blocks, so that none needs a
+            // lock.
+            let mut block = behind(&first);
+            let (own, mut rest) = sums.split_at_mut(block);
+            let mut threads = Vec::with_capacity(others.len());
+            for range in others {
+                let from = std::mem::replace(&mut block, behind(range));
+                let (part, tail) = std::mem::take(&mut rest).split_at_mut(block - from);
+                rest = tail;
+                let spans = &spans[range.clone()];
+                // On an error the scope still joins the threads that run. What they have written is
+                // never published.
+                let copy = move || self.write(spans, (from, part));
+                threads.push(
+                    threads::spawn_scoped(scope, "copy", copy).map_err(|source| Error::Os {
+                        action: "starting a copying thread",
+                        source,
+                    })?,
+                );
+            }
+            // All threads are joined, also after an error here: they write into the slot.
+            let mut result = self.write(&spans[first], (0, own));
+            for thread in threads {
+                // Passes a fill function's panic on to the caller.
+                let other = thread
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+                result = result.and(other);
+            }
+            result
+        })
+    }
+
     /// Writes these spans and, if there is room for them, the checksums of their blocks, from block
     /// `first` on.
     fn write(&self, spans: &[Span], (first, sums): (usize, &mut [u64])) -> Result<(), Error> {

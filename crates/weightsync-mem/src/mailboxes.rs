@@ -122,85 +122,77 @@ impl SharedRegistry {
         let mut steps = std::mem::take(&mut state.steps);
         let decided = decision(&mut state.plan, &mut steps);
         for step in &steps {
-            match step {
-                PageChange::Write { record } => {
-                    // The plan gave the record out as free, so no reader reads it while it is
-                    // written. The step that names it comes later in this list.
-                    let set = state.plan.record(*record);
-                    self.header().write_set(*record, &set);
-                }
-                PageChange::Flip { key, live } => {
-                    // Noted under the lock that each scan takes. The reader may pin these slots as
-                    // soon as the word names them, and a pin that was not noted is a breach.
-                    if let Some(reader) = state.readers.get_mut(key) {
-                        reader
-                            .claims
-                            .note_named(live.record, state.plan.set(live.record));
-                        reader.mailbox().live.0.swap_in(*live);
-                    }
-                }
-                PageChange::Push { key, live } => {
-                    if let Some(reader) = state.readers.get_mut(key)
-                        && let Delivery::Every { bound } = reader.delivery
-                    {
-                        reader
-                            .claims
-                            .note_named(live.record, state.plan.set(live.record));
-                        // Not before the head that the plan has seen, so what has room in the plan
-                        // has room here.
-                        let head = reader.control().head.load();
-                        // Fails only if the reader has moved its head back, which harms no other
-                        // reader.
-                        reader.mailbox().queue.0.push(head, bound, *live);
-                    }
-                }
-                PageChange::Clear { key } => {
-                    if let Some(reader) = state.readers.get(key) {
-                        // The reader is through with this answer. The fence in `clear` lets the
-                        // next look find a pin that it announced before.
-                        reader.mailbox().answer.0.live.clear();
-                    }
-                }
-                PageChange::Answer {
-                    key,
-                    live,
-                    question,
-                } => {
-                    if let Some(reader) = state.readers.get_mut(key) {
-                        reader
-                            .claims
-                            .note_named(live.record, state.plan.set(live.record));
-                        let answer = &reader.mailbox().answer.0;
-                        // The word before the number: a reader that finds the number of its
-                        // question also finds the answer.
-                        answer.live.swap_in(*live);
-                        answer.question.store(*question, Ordering::Release);
-                    }
-                }
-            }
+            self.write_step(state, step);
         }
         // One fence for all mailboxes, before asking which readers sleep and before looking at
         // pins. All mailboxes are written first: a reader that is woken may take the processor.
         order();
         for step in &steps {
-            match step {
-                PageChange::Flip { key, .. } | PageChange::Push { key, .. } => {
-                    // A system call for each reader that sleeps, and none for the others.
-                    if let Some(reader) = state.readers.get(key) {
-                        reader.wake(*key);
-                    }
-                }
-                PageChange::Answer { key, .. } => {
-                    if let Some(reader) = state.readers.get(key) {
-                        reader.wake_for_answer(*key);
-                    }
-                }
-                PageChange::Write { .. } | PageChange::Clear { .. } => {}
-            }
+            wake(state, step);
         }
         steps.clear();
         state.steps = steps;
         decided
+    }
+
+    /// Writes one decided step into the shared pages.
+    fn write_step(&self, state: &mut RegistryState, step: &PageChange) {
+        match step {
+            PageChange::Write { record } => {
+                // The plan gave the record out as free, so no reader reads it while it is
+                // written. The step that names it comes later in this list.
+                let set = state.plan.record(*record);
+                self.header().write_set(*record, &set);
+            }
+            PageChange::Flip { key, live } => {
+                // Noted under the lock that each scan takes. The reader may pin these slots as
+                // soon as the word names them, and a pin that was not noted is a breach.
+                if let Some(reader) = state.readers.get_mut(key) {
+                    reader
+                        .claims
+                        .note_named(live.record, state.plan.set(live.record));
+                    reader.mailbox().live.0.swap_in(*live);
+                }
+            }
+            PageChange::Push { key, live } => {
+                if let Some(reader) = state.readers.get_mut(key)
+                    && let Delivery::Every { bound } = reader.delivery
+                {
+                    reader
+                        .claims
+                        .note_named(live.record, state.plan.set(live.record));
+                    // Not before the head that the plan has seen, so what has room in the plan
+                    // has room here.
+                    let head = reader.control().head.load();
+                    // Fails only if the reader has moved its head back, which harms no other
+                    // reader.
+                    reader.mailbox().queue.0.push(head, bound, *live);
+                }
+            }
+            PageChange::Clear { key } => {
+                if let Some(reader) = state.readers.get(key) {
+                    // The reader is through with this answer. The fence in `clear` lets the
+                    // next look find a pin that it announced before.
+                    reader.mailbox().answer.0.live.clear();
+                }
+            }
+            PageChange::Answer {
+                key,
+                live,
+                question,
+            } => {
+                if let Some(reader) = state.readers.get_mut(key) {
+                    reader
+                        .claims
+                        .note_named(live.record, state.plan.set(live.record));
+                    let answer = &reader.mailbox().answer.0;
+                    // The word before the number: a reader that finds the number of its
+                    // question also finds the answer.
+                    answer.live.swap_in(*live);
+                    answer.question.store(*question, Ordering::Release);
+                }
+            }
+        }
     }
 
     /// Moves mailboxes that wait to their sets, as far as there is room by now.
@@ -218,5 +210,23 @@ impl SharedRegistry {
                 wants.awake();
             }
         }
+    }
+}
+
+/// Wakes the reader that a step concerns, if it sleeps.
+fn wake(state: &RegistryState, step: &PageChange) {
+    match step {
+        PageChange::Flip { key, .. } | PageChange::Push { key, .. } => {
+            // A system call for each reader that sleeps, and none for the others.
+            if let Some(reader) = state.readers.get(key) {
+                reader.wake(*key);
+            }
+        }
+        PageChange::Answer { key, .. } => {
+            if let Some(reader) = state.readers.get(key) {
+                reader.wake_for_answer(*key);
+            }
+        }
+        PageChange::Write { .. } | PageChange::Clear { .. } => {}
     }
 }

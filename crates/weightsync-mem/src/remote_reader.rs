@@ -7,8 +7,8 @@
 //! the sender no descriptor, no mapping and no thread.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, MutexGuard};
 
 use rustix::io::Errno;
 use weightsync_core::{Epoch, Run, Version, WorkerId, WorkerRoute, WorkerStatus};
@@ -208,22 +208,9 @@ impl RemoteReaders {
             device,
             instance: 0,
         };
-        let denied = |reason| Err(Error::Denied { reason });
-        if let Err(reason) = shared.admit(&request, seen) {
-            return denied(reason);
-        }
         // From the check of the number until the reader is added, the lock is held: of two
         // connections of one worker only one may get it.
-        let mut state = shared.open_state()?;
-        if let Err(reason) = shared.vacate(&mut state, worker) {
-            return denied(reason);
-        }
-        let (_, remote_readers) = state.counts();
-        if remote_readers >= MAX_REMOTE_READERS {
-            return denied(format!(
-                "{MAX_REMOTE_READERS} workers are connected from other hosts, which is the limit"
-            ));
-        }
+        let mut state = self.admit(&request, seen)?;
         let models = models.and(ModelMask::first(shared.models.len()));
         state.joined += 1;
         let key = (worker, state.joined);
@@ -254,6 +241,27 @@ impl RemoteReaders {
             delivery,
             handed: AtomicU64::new(0),
         })
+    }
+
+    /// Admits a worker, if its number is free and there is room. Returns the lock under which this
+    /// was decided.
+    fn admit(
+        &self,
+        request: &JoinRequest,
+        seen: Epoch,
+    ) -> Result<MutexGuard<'_, RegistryState>, Error> {
+        let shared = &self.shared;
+        let denied = |reason| Error::Denied { reason };
+        shared.admit(request, seen).map_err(denied)?;
+        let mut state = shared.open_state()?;
+        shared.vacate(&mut state, request.worker).map_err(denied)?;
+        let (_, remote_readers) = state.counts();
+        if remote_readers >= MAX_REMOTE_READERS {
+            return Err(denied(format!(
+                "{MAX_REMOTE_READERS} workers are connected from other hosts, which is the limit"
+            )));
+        }
+        Ok(state)
     }
 }
 

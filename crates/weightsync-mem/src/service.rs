@@ -106,6 +106,8 @@ impl SegmentService {
     }
 
     /// Waits for the next events and handles them. False if the sender closes.
+    // Longer than a screen: the poll's results are taken one by one in the order in which the list
+    // is filled, so the list and all that takes from it stay in one place.
     fn select(&mut self) -> Result<bool, Error> {
         if self.beat.is_some_and(|at| Instant::now() >= at) {
             // Readers only look whether the number changes, so it orders nothing.
@@ -236,59 +238,17 @@ impl SharedRegistry {
         let most = if gone { MAX_UNREAD } else { MAX_TURN };
         for _ in 0..most {
             // A fault below makes the reader deaf, and so ends this loop.
-            let Some(reader) = state.readers.get_mut(&key).filter(|reader| !reader.deaf) else {
+            if state.readers.get(&key).is_none_or(|reader| reader.deaf) {
                 break;
-            };
+            }
             let fault = match socket.receive() {
                 Ok(Packet::Empty) => break,
                 // No bytes mean the end of the stream or an empty packet.
                 Ok(Packet::HungUp) if is_gone(&socket) => break,
-                Ok(Packet::HungUp) => "it sent an empty packet".into(),
+                Ok(Packet::HungUp) => Some("it sent an empty packet".into()),
                 Ok(Packet::Data(bytes, _)) => match ReaderMessage::decode(&bytes) {
-                    Ok(ReaderMessage::Refused {
-                        // 0 stands for every set: the worker can use none.
-                        sequence: 0,
-                        reason,
-                    }) => {
-                        state.reject(key, reason);
-                        continue;
-                    }
-                    Ok(ReaderMessage::Refused { sequence, reason }) => {
-                        reader.refused = Some((sequence, reason));
-                        continue;
-                    }
-                    // The reader has given back an entry, a record or the place of its answer.
-                    Ok(ReaderMessage::Room) => {
-                        self.deliver(&mut state);
-                        continue;
-                    }
-                    Ok(ReaderMessage::Withdraw) => {
-                        // In a relay's segment the sender decides about questions: the relay passes
-                        // them on.
-                        match (&self.relayed, state.readers.get(&key)) {
-                            (Some(relayed), Some(reader)) => {
-                                relayed.note_withdrawal((key, reader));
-                            }
-                            _ => state.plan.withdraw(key),
-                        }
-                        continue;
-                    }
-                    Ok(ReaderMessage::Ask { question, want }) => {
-                        // From now on the page is also read for the last question that the reader
-                        // is through with.
-                        reader.asks = true;
-                        if let Some(relayed) = &self.relayed {
-                            relayed.note_question((key, reader), question, want);
-                            continue;
-                        }
-                        match self.answer(&mut state, key, question, want) {
-                            None => continue,
-                            Some(fault) => fault,
-                        }
-                    }
-                    Ok(ReaderMessage::Hello { .. }) => "it said hello twice".into(),
-                    Ok(ReaderMessage::Status) => "it asked for the status after its hello".into(),
-                    Err(error) => error.to_string(),
+                    Ok(message) => self.heed(&mut state, key, message),
+                    Err(error) => Some(error.to_string()),
                 },
                 // Out of memory or descriptors: the reader lives and its pins count; the caller
                 // pauses.
@@ -298,7 +258,9 @@ impl SharedRegistry {
                 }
             };
             // The reader is a line of the next report, and the others go on.
-            state.condemn(key, fault);
+            if let Some(fault) = fault {
+                state.condemn(key, fault);
+            }
         }
         // A reader that goes now is handled next time. A sender that closes has shut the
         // connections down itself, so their hang-up shows no death.
@@ -307,6 +269,45 @@ impl SharedRegistry {
         }
         self.pass_on(&mut state);
         result
+    }
+
+    /// Handles one message of a reader. An error text if the message breaks the protocol.
+    fn heed(&self, state: &mut RegistryState, key: Key, message: ReaderMessage) -> Option<String> {
+        let reader = state.readers.get_mut(&key)?;
+        match message {
+            ReaderMessage::Refused {
+                // 0 stands for every set: the worker can use none.
+                sequence: 0,
+                reason,
+            } => state.reject(key, reason),
+            ReaderMessage::Refused { sequence, reason } => {
+                reader.refused = Some((sequence, reason));
+            }
+            // The reader has given back an entry, a record or the place of its answer.
+            ReaderMessage::Room => self.deliver(state),
+            ReaderMessage::Withdraw => {
+                // In a relay's segment the sender decides about questions: the relay passes
+                // them on.
+                match (&self.relayed, state.readers.get(&key)) {
+                    (Some(relayed), Some(reader)) => relayed.note_withdrawal((key, reader)),
+                    _ => state.plan.withdraw(key),
+                }
+            }
+            ReaderMessage::Ask { question, want } => {
+                // From now on the page is also read for the last question that the reader
+                // is through with.
+                reader.asks = true;
+                match &self.relayed {
+                    Some(relayed) => relayed.note_question((key, reader), question, want),
+                    None => return self.answer(state, key, question, want),
+                }
+            }
+            ReaderMessage::Hello { .. } => return Some("it said hello twice".into()),
+            ReaderMessage::Status => {
+                return Some("it asked for the status after its hello".into());
+            }
+        }
+        None
     }
 
     /// Removes a reader whose process is gone, and notifies a relay.
@@ -375,25 +376,29 @@ impl SharedRegistry {
                     device,
                     instance,
                 };
-                let admitted = self.admit(&request, seen);
-                // Admission may come much later; the number is then checked again.
-                let admitted = admitted.and_then(|()| self.vacate(&mut self.state(), worker));
-                match admitted.and_then(|()| take_control(fds)) {
-                    Ok(control) => {
-                        let socket = Arc::new(socket);
-                        if let Err((socket, reason)) = self.let_join(request, seen, socket, control)
-                        {
-                            self.refuse(&socket, reason);
-                        }
-                    }
-                    Err(reason) => self.refuse(&socket, reason),
-                }
+                self.consider(request, seen, socket, fds);
             }
             Ok(ReaderMessage::Status) => self.tell_status(&socket),
             Ok(_) => deny(&socket, "expected a hello first".into()),
             Err(error) => deny(&socket, error.to_string()),
         }
         None
+    }
+
+    /// Lets a worker join that has shown the secret, or refuses it with the reason.
+    fn consider(&self, request: JoinRequest, seen: Epoch, socket: Socket, fds: Vec<OwnedFd>) {
+        let admitted = self.admit(&request, seen);
+        // Admission may come much later; the number is then checked again.
+        let admitted = admitted.and_then(|()| self.vacate(&mut self.state(), request.worker));
+        match admitted.and_then(|()| take_control(fds)) {
+            Ok(control) => {
+                let socket = Arc::new(socket);
+                if let Err((socket, reason)) = self.let_join(request, seen, socket, control) {
+                    self.refuse(&socket, reason);
+                }
+            }
+            Err(reason) => self.refuse(&socket, reason),
+        }
     }
 
     /// Answers a program that asks for the status.
@@ -559,11 +564,7 @@ impl SharedRegistry {
         // Made before the lock is taken, because it allocates memory.
         let mailbox = match OwnedFile::new("weightsync-mailbox", MAILBOX_BYTES) {
             Ok(mailbox) => mailbox,
-            Err(error) => {
-                let reason = error.to_string();
-                *self.failure() = Some(error);
-                return Err((socket, reason));
-            }
+            Err(error) => return Err((socket, self.note_failure(error))),
         };
         let mut state = self.state();
         if self.is_closed() {
@@ -572,14 +573,7 @@ impl SharedRegistry {
         }
         // Again, now under the lock under which the reader is added. Another newcomer of the number
         // may have come since.
-        let vacant = self.vacate(&mut state, request.worker);
-        let vacant = vacant.and_then(|()| match state.counts().0 < MAX_READERS {
-            true => Ok(()),
-            false => Err(format!(
-                "{MAX_READERS} workers of this host are connected, which is the limit"
-            )),
-        });
-        if let Err(reason) = vacant {
+        if let Err(reason) = self.make_place(&mut state, request.worker) {
             return Err((socket, reason));
         }
         // Each reader's key is new, so what is left of an earlier reader of the number is never
@@ -608,32 +602,58 @@ impl SharedRegistry {
             // A new mailbox has no earlier numbers.
             plan.join((key, 0), models, request.delivery, records, steps);
         });
-        // The reader lacks some of its pages, so it cannot hold anything yet.
         if let Err(error) = self.hand_out(&state, &socket, models, &mailbox) {
-            let is_crowded_out = error.is_crowded_out();
-            if let Some(relayed) = &self.relayed
-                && is_crowded_out
-            {
-                // The relay is told below that the worker is in, and tells the sender.
-                relayed.note_gone(&state, key, Departure::Left);
-                self.bells.ring();
-            }
-            state.remove(key);
-            return match is_crowded_out {
-                // After the hang-up the worker tries again.
-                true => Ok(()),
-                false => {
-                    let reason = error.to_string();
-                    *self.failure() = Some(error);
-                    Err((socket, reason))
-                }
-            };
+            let undone = self.undo_welcome(&mut state, key, error);
+            return undone.map_err(|reason| (socket, reason));
         }
         drop(state);
         // What was lacking for an earlier reader is there again.
         *self.failure() = None;
         self.bells.ring();
         Ok(())
+    }
+
+    /// Notes what the operating system refused, for the sender's next wait; returns it as a reason.
+    fn note_failure(&self, error: Error) -> String {
+        let reason = error.to_string();
+        *self.failure() = Some(error);
+        reason
+    }
+
+    /// Frees a worker's number, and checks that there is room for one more reader of this host.
+    fn make_place(&self, state: &mut RegistryState, worker: WorkerId) -> Result<(), String> {
+        self.vacate(state, worker)?;
+        match state.counts().0 < MAX_READERS {
+            true => Ok(()),
+            false => Err(format!(
+                "{MAX_READERS} workers of this host are connected, which is the limit"
+            )),
+        }
+    }
+
+    /// Removes a reader whose pages could not be sent. An error is the reason to refuse it with;
+    /// without one the worker tries again.
+    fn undo_welcome(
+        &self,
+        state: &mut RegistryState,
+        key: Key,
+        error: Error,
+    ) -> Result<(), String> {
+        let is_crowded_out = error.is_crowded_out();
+        if let Some(relayed) = &self.relayed
+            && is_crowded_out
+        {
+            // The relay is told below that the worker is in, and tells the sender.
+            relayed.note_gone(state, key, Departure::Left);
+            self.bells.ring();
+        }
+        // The reader lacks some of its pages, so it cannot hold anything yet.
+        state.remove(key);
+        match is_crowded_out {
+            // After the hang-up the worker tries again.
+            true => Ok(()),
+            false => Err(self.note_failure(error)),
+        }
     }
 
     /// Sends the pages: one packet for everything that all readers share, and one for each model.

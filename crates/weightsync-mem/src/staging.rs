@@ -9,7 +9,7 @@ use weightsync_core::{Layout, Targets, Version};
 
 use crate::copy::{CopyOptions, Source, write_image};
 use crate::error::Error;
-use crate::registry::SharedRegistry;
+use crate::registry::{RegistryState, SharedRegistry};
 use crate::report::Publication;
 use crate::slot::Slot;
 use crate::spans::CHECKSUM_BLOCK;
@@ -200,20 +200,7 @@ impl<'a> StagingSlots<'a> {
             let numbered = state.plan.number(part.model, part.number);
             debug_assert!(numbered.is_ok(), "{numbered:?}");
         }
-        for part in &self.parts {
-            let model = &shared.models[part.model].model;
-            let record = CommitRecord {
-                run: shared.run,
-                version: state.plan.next_version(part.model),
-                layout: model.layout.id(),
-                bytes: model.layout.bytes(),
-                checksum_block: part.table.map_or(0, |_| CHECKSUM_BLOCK as u64),
-                checksum_table: part.table.unwrap_or(0),
-            };
-            // The record is in the page before any mailbox names the slot: a reader checks it as
-            // soon as it has its pin.
-            model.page().write_commit(part.slot, &record);
-        }
+        self.write_commits(&state);
         // The pins first: the decision gives out records that no reader holds.
         let records = shared.observe(&mut state);
         // Before the first mailbox moves, so that no worker seems to have the version earlier.
@@ -244,6 +231,24 @@ impl<'a> StagingSlots<'a> {
                     slots,
                 })
             }
+        }
+    }
+
+    /// Writes the commit record of each part into its model's page.
+    fn write_commits(&self, state: &RegistryState) {
+        for part in &self.parts {
+            let model = &self.writer.shared.models[part.model].model;
+            let record = CommitRecord {
+                run: self.writer.shared.run,
+                version: state.plan.next_version(part.model),
+                layout: model.layout.id(),
+                bytes: model.layout.bytes(),
+                checksum_block: part.table.map_or(0, |_| CHECKSUM_BLOCK as u64),
+                checksum_table: part.table.unwrap_or(0),
+            };
+            // The record is in the page before any mailbox names the slot: a reader checks it as
+            // soon as it has its pin.
+            model.page().write_commit(part.slot, &record);
         }
     }
 

@@ -281,6 +281,8 @@ impl ReaderMessage {
 
 impl SenderMessage {
     /// The message as one packet.
+    // Longer than a screen: a table with one short arm for each message, in the order of its fields
+    // on the wire.
     pub fn encode(&self) -> Vec<u8> {
         match self {
             Self::Welcome {

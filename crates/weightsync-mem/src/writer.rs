@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use weightsync_core::{Attendance, Run, Targets, Version, WorkerId, WorkerStatus};
 
@@ -164,18 +164,7 @@ impl SegmentWriter {
         deadline: Deadline,
     ) -> Result<StagingSlots<'_>, Error> {
         self.shared.header.map.usable()?;
-        for (at, model) in models.iter().enumerate() {
-            if *model >= self.models.len() || models[..at].contains(model) {
-                return Err(bad(
-                    "models",
-                    "different indices of models",
-                    format!("{models:?}"),
-                ));
-            }
-        }
-        if models.is_empty() {
-            return Err(bad("models", "at least one model", "none"));
-        }
+        self.check_models(models)?;
         let max_slots = self.options.max_slots;
         // Dropping it returns the lent slots.
         let mut staging = StagingSlots::new(self, models.len());
@@ -210,21 +199,24 @@ impl SegmentWriter {
             }
         }
         let waited = since.elapsed();
-        // Every model has its slot, so a record is what is missing.
-        let Some(&model) = models.get(parts.len()) else {
-            return Err(Error::AllRecordsHeld {
-                records: MAX_RECORDS,
-                waited,
-                holders: shared.record_holders(),
-            });
-        };
-        let slots = shared.state().plan.slots(model);
-        Err(Error::AllSlotsPinned {
-            model,
-            slots,
-            waited,
-            holders: shared.holders(model),
-        })
+        Err(no_room(shared, models.get(parts.len()).copied(), waited))
+    }
+
+    /// Checks that there are models to stage, which exist and are named once.
+    fn check_models(&self, models: &[usize]) -> Result<(), Error> {
+        for (at, model) in models.iter().enumerate() {
+            if *model >= self.models.len() || models[..at].contains(model) {
+                return Err(bad(
+                    "models",
+                    "different indices of models",
+                    format!("{models:?}"),
+                ));
+            }
+        }
+        if models.is_empty() {
+            return Err(bad("models", "at least one model", "none"));
+        }
+        Ok(())
     }
 
     /// Has programs of this user that ask for the status answered by `answer`, on the segment's
@@ -471,4 +463,23 @@ pub(crate) fn check(models: &[ModelDescription], options: &SegmentOptions) -> Re
         return Err(bad("history", "at most 62", options.history));
     }
     Ok(())
+}
+
+/// The error of a stage whose deadline has come: `model` has no slot, or no set record is free.
+fn no_room(shared: &SharedRegistry, model: Option<usize>, waited: Duration) -> Error {
+    // Every model has its slot, so a record is what is missing.
+    let Some(model) = model else {
+        return Error::AllRecordsHeld {
+            records: MAX_RECORDS,
+            waited,
+            holders: shared.record_holders(),
+        };
+    };
+    let slots = shared.state().plan.slots(model);
+    Error::AllSlotsPinned {
+        model,
+        slots,
+        waited,
+        holders: shared.holders(model),
+    }
 }

@@ -228,6 +228,8 @@ fn append(out: &mut Vec<u8>, most: usize, write: impl FnOnce(&mut [u8]) -> usize
     out.truncate(begin + used);
 }
 
+// Longer than a screen: it runs for each block of a delta, and reads the parts of a block in the
+// order in which they lie there. Each part begins where the one before it has ended.
 fn read_gaps<W: Word>(
     bytes: &[u8],
     elements: usize,
@@ -390,6 +392,8 @@ fn bitmap_bits<W: Word>(steps: &[W]) -> u32 {
     costs.min().map_or(1, |(_, bits)| bits)
 }
 
+// Longer than a screen: it runs for each block of a delta, and reads the parts of a block in the
+// order in which they lie there. Narrow steps and wide ones have a loop each.
 fn read_bitmap<W: Word>(
     bytes: &[u8],
     elements: usize,

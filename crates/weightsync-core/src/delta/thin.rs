@@ -205,6 +205,8 @@ pub(super) fn apply<W: Word>(
     }
 }
 
+// Longer than a screen: it is hot, and reads the parts of a delta in the order in which they lie
+// there, with two readers that go forward together.
 fn read<W: Word>(
     lists: &mut Lists,
     elements: usize,

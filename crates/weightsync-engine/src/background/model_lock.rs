@@ -277,6 +277,8 @@ impl Drop for OwnedPermit {
 }
 
 /// Takes a permit for this thread.
+// Longer than a screen: one loop under one lock, which only the wait gives up. The counts of those
+// who wait change with it, and have to be put back on each way out.
 fn come_in(
     handoff: &ReceiverHandoff<ModelLock>,
     access: ModelAccess,

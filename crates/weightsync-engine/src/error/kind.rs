@@ -46,6 +46,7 @@ pub enum ErrorKind {
 
 impl Error {
     /// What the error is about.
+    // Longer than a screen: a table that names each error once, under its kind.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::MissingWorkers { .. }

@@ -109,60 +109,9 @@ impl MappingPlan {
                 target.name = to.name(star);
                 target.rules.push(rule);
             }),
-            Rule::Cast { tensors, to } => {
-                // A star takes what it can. A tensor that is named in full must be castable.
-                let exact = !tensors.has_star();
-                self.each(tensors, |target, _, problems| {
-                    if let Some(problem) = target.after_quantising(rule) {
-                        problems.extend(exact.then_some(problem));
-                    } else if is_float(target.dtype) {
-                        target.dtype = *to;
-                        target.rules.push(rule);
-                    } else if exact {
-                        problems.push(Problem::Cast {
-                            rule,
-                            tensor: target.name.clone(),
-                            from: target.dtype,
-                            to: *to,
-                        });
-                    }
-                })
-            }
-            Rule::Transpose { tensors, order } => self.each(tensors, |target, _, problems| {
-                let (tensor, shape) = (target.name.clone(), target.shape.clone());
-                if let Some(problem) = target.after_quantising(rule) {
-                    problems.push(problem);
-                } else if order.len() != shape.len() {
-                    let order = order.clone();
-                    problems.push(Problem::Rank {
-                        rule,
-                        tensor,
-                        shape,
-                        order,
-                    });
-                } else if let Some(dtype) = packed(target) {
-                    problems.push(Problem::Packed {
-                        rule,
-                        tensor,
-                        dtype,
-                    });
-                } else {
-                    target.transpose(order);
-                    target.rules.push(rule);
-                }
-            }),
-            Rule::Drop { tensors } => {
-                let before = self.targets.len();
-                let dropped = &mut self.dropped;
-                self.targets.retain(|target| {
-                    let stays = tensors.matches(&target.name).is_none();
-                    if !stays {
-                        dropped.extend(target.sources.iter().map(|&source| (source, rule)));
-                    }
-                    stays
-                });
-                self.targets.len() != before
-            }
+            Rule::Cast { tensors, to } => self.cast(rule, tensors, *to),
+            Rule::Transpose { tensors, order } => self.transpose(rule, tensors, order),
+            Rule::Drop { tensors } => self.leave_out(rule, tensors),
             Rule::Fuse { parts, into, dim } => self.fuse(rule, parts, into, *dim),
             Rule::Split { tensor, into, dim } => self.split(rule, tensor, into, *dim),
             Rule::Quantise { tensors, to, scale } => self.quantise(rule, tensors, *to, scale),
@@ -182,6 +131,69 @@ impl MappingPlan {
             }
         }
         matched
+    }
+
+    /// Casts floating-point tensors. Like each of the following, it says whether the rule matched
+    /// anything.
+    fn cast(&mut self, rule: usize, tensors: &Pattern, to: Dtype) -> bool {
+        // A star takes what it can. A tensor that is named in full must be castable.
+        let exact = !tensors.has_star();
+        self.each(tensors, |target, _, problems| {
+            if let Some(problem) = target.after_quantising(rule) {
+                problems.extend(exact.then_some(problem));
+            } else if is_float(target.dtype) {
+                target.dtype = to;
+                target.rules.push(rule);
+            } else if exact {
+                problems.push(Problem::Cast {
+                    rule,
+                    tensor: target.name.clone(),
+                    from: target.dtype,
+                    to,
+                });
+            }
+        })
+    }
+
+    /// Puts the dimensions of tensors into another order.
+    fn transpose(&mut self, rule: usize, tensors: &Pattern, order: &[usize]) -> bool {
+        self.each(tensors, |target, _, problems| {
+            let (tensor, shape) = (target.name.clone(), target.shape.clone());
+            if let Some(problem) = target.after_quantising(rule) {
+                problems.push(problem);
+            } else if order.len() != shape.len() {
+                let order = order.to_vec();
+                problems.push(Problem::Rank {
+                    rule,
+                    tensor,
+                    shape,
+                    order,
+                });
+            } else if let Some(dtype) = packed(target) {
+                problems.push(Problem::Packed {
+                    rule,
+                    tensor,
+                    dtype,
+                });
+            } else {
+                target.transpose(order);
+                target.rules.push(rule);
+            }
+        })
+    }
+
+    /// Leaves tensors out.
+    fn leave_out(&mut self, rule: usize, tensors: &Pattern) -> bool {
+        let before = self.targets.len();
+        let dropped = &mut self.dropped;
+        self.targets.retain(|target| {
+            let stays = tensors.matches(&target.name).is_none();
+            if !stays {
+                dropped.extend(target.sources.iter().map(|&source| (source, rule)));
+            }
+            stays
+        });
+        self.targets.len() != before
     }
 
     fn fuse(&mut self, rule: usize, parts: &[Pattern], into: &Pattern, dim: usize) -> bool {
@@ -380,17 +392,7 @@ impl TargetTensor {
         loop {
             // Each turn writes one run of bytes: the inner dimensions at one index of the outer
             // ones.
-            let mut starts = piece.starts.clone();
-            let mut at = 0;
-            // Where the run begins in the source, and in the target.
-            for dim in 0..inner {
-                starts[piece.order[dim]] += outer[dim];
-                at = at * self.shape[dim] + piece.at[dim] + outer[dim];
-            }
-            // Counted in elements: the row-major place of the run's first element.
-            if let Some(&len) = self.shape.get(inner) {
-                at = (at * len + piece.at[inner]) * row;
-            }
+            let (starts, at) = self.run_of(piece, &outer, row);
             let start = (at * u64::from(size)) as usize;
             let place = place
                 .get_mut(start..start + bytes as usize)
@@ -405,6 +407,56 @@ impl TargetTensor {
             outer[dim] += 1;
             outer[dim + 1..].fill(0);
         }
+    }
+
+    /// Where the run of a piece at this index of the outer dimensions begins in the source, and in
+    /// the target. `row` is the number of elements behind the first inner dimension.
+    fn run_of(&self, piece: &SourcePiece, outer: &[u64], row: u64) -> (Vec<u64>, u64) {
+        let inner = outer.len();
+        let mut starts = piece.starts.clone();
+        let mut at = 0;
+        for dim in 0..inner {
+            starts[piece.order[dim]] += outer[dim];
+            at = at * self.shape[dim] + piece.at[dim] + outer[dim];
+        }
+        // Counted in elements: the row-major place of the run's first element.
+        if let Some(&len) = self.shape.get(inner) {
+            at = (at * len + piece.at[inner]) * row;
+        }
+        (starts, at)
+    }
+
+    /// Why nothing can be added to it along this dimension.
+    fn cannot_grow(&self, rule: usize, dim: usize) -> Option<Problem> {
+        let tensor = self.name.clone();
+        if dim >= self.shape.len() {
+            let shape = self.shape.clone();
+            return Some(Problem::Dim {
+                rule,
+                tensor,
+                shape,
+                dim,
+            });
+        }
+        packed(self).map(|dtype| Problem::Packed {
+            rule,
+            tensor,
+            dtype,
+        })
+    }
+
+    /// Adds a part along this dimension.
+    fn append(&mut self, part: &Self, dim: usize) {
+        // The next part begins where the tensor ends so far.
+        let start = self.shape[dim];
+        self.shape[dim] = start.saturating_add(part.shape[dim]);
+        self.pieces
+            .extend(part.pieces.iter().cloned().map(|mut piece| {
+                piece.at[dim] = piece.at[dim].saturating_add(start);
+                piece
+            }));
+        self.sources.extend(&part.sources);
+        self.rules.extend(&part.rules);
     }
 
     fn transpose(&mut self, order: &[usize]) {
@@ -482,22 +534,8 @@ fn fused<'a>(
         shape[dim] = 0;
         shape
     };
-    if dim >= whole.shape.len() {
-        let (tensor, shape) = (whole.name, whole.shape);
-        return Err(Problem::Dim {
-            rule,
-            tensor,
-            shape,
-            dim,
-        });
-    }
-    if let Some(dtype) = packed(&whole) {
-        let tensor = whole.name;
-        return Err(Problem::Packed {
-            rule,
-            tensor,
-            dtype,
-        });
+    if let Some(problem) = whole.cannot_grow(rule, dim) {
+        return Err(problem);
     }
     let (first_name, first_shape) = (whole.name.clone(), whole.shape.clone());
     all.next();
@@ -513,17 +551,7 @@ fn fused<'a>(
                 second_kind: Box::new((part.dtype, part.shape.clone())),
             });
         }
-        // The next part begins where the tensor ends so far.
-        let start = whole.shape[dim];
-        whole.shape[dim] = start.saturating_add(part.shape[dim]);
-        whole
-            .pieces
-            .extend(part.pieces.iter().cloned().map(|mut piece| {
-                piece.at[dim] = piece.at[dim].saturating_add(start);
-                piece
-            }));
-        whole.sources.extend(&part.sources);
-        whole.rules.extend(&part.rules);
+        whole.append(part, dim);
     }
     // Each rule is named once, and this one last.
     whole.rules.sort_unstable();

@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 
 use super::Sender;
 use crate::error::{Error, Result};
+use crate::extract::WeightExtractor;
 use crate::options::SendOptions;
 use crate::pending::InFlight;
-use crate::publish;
+use crate::publish::{self, Prepared};
 use crate::send_source::{Members, Resolved, resolve};
 use crate::setup::{AsyncSendLimit, SenderSetup};
 use crate::snapshot::Snapshot;
@@ -31,6 +32,32 @@ struct Payload {
     partial: Option<Vec<String>>,
     /// How long its source took to write it.
     writing: Duration,
+}
+
+impl Payload {
+    /// Reads a model's weights, which `take` gets, and counts them. With a base they are a partial
+    /// update of it.
+    fn read(
+        &mut self,
+        prepared: &Prepared,
+        weights: &dyn WeightExtractor,
+        base: Option<&Snapshot>,
+        take: &mut publish::Take<'_>,
+    ) -> Result<()> {
+        match base {
+            None => {
+                publish::whole(prepared, weights, take)?;
+                self.bytes += prepared.layout.payload_bytes();
+            }
+            Some(base) => {
+                let names = publish::partial(prepared, weights, base, take)?;
+                let specs = names.iter().filter_map(|name| prepared.layout.tensor(name));
+                self.bytes += specs.map(|spec| spec.range.len).sum::<u64>();
+                self.partial.get_or_insert_default().extend(names);
+            }
+        }
+        Ok(())
+    }
 }
 
 impl Sender {
@@ -140,19 +167,8 @@ fn stage_and_publish(
 ) -> Result<(Box<dyn Outstanding>, Payload)> {
     // 1. What a partial update keeps.
     let indices: Vec<usize> = resolved.iter().map(|(index, _)| *index).collect();
-    // The rest of a partial update comes from the version that the targets run.
-    let mut bases = Vec::new();
-    if options.partial {
-        for index in &indices {
-            bases.push(base(setup, transport, *index, &options.targets)?);
-        }
-    }
-    // The first is compared when it is read; no other may be found wrong
-    // only once there is room.
-    for (index, weights) in &resolved[1..] {
-        let prepared = &setup.models[*index].prepared;
-        publish::check(prepared, *weights, options.partial)?;
-    }
+    let bases = bases(setup, transport, &indices, options)?;
+    check_others(setup, resolved, options.partial)?;
     // 2. Each model is read once, into its room.
     let mut payload = Payload::default();
     let mut writing = Duration::ZERO;
@@ -176,18 +192,7 @@ fn stage_and_publish(
                 None => Ok(()),
             }
         };
-        match bases.get(place) {
-            None => {
-                publish::whole(prepared, *weights, &mut take)?;
-                payload.bytes += prepared.layout.payload_bytes();
-            }
-            Some(base) => {
-                let names = publish::partial(prepared, *weights, base, &mut take)?;
-                let specs = names.iter().filter_map(|name| prepared.layout.tensor(name));
-                payload.bytes += specs.map(|spec| spec.range.len).sum::<u64>();
-                payload.partial.get_or_insert_default().extend(names);
-            }
-        }
+        payload.read(prepared, *weights, bases.get(place), &mut take)?;
     }
     payload.writing = writing;
     // The rest of each version is copied, so its pin is of no more use.
@@ -196,25 +201,65 @@ fn stage_and_publish(
     let Some(mut staging) = staging else {
         return Err(Error::EmptySet);
     };
+    number(&mut *staging, setup, &indices, options)?;
+    if options.wait_late {
+        staging.wait_for_late();
+    }
+    // 4. Live, for each worker in one step.
+    Ok((staging.publish(&options.targets)?, payload))
+}
+
+/// What a partial update of these models keeps the rest of, in their order; nothing for whole
+/// weights.
+fn bases(
+    setup: &SenderSetup,
+    transport: &dyn SenderTransport,
+    models: &[usize],
+    options: &SendOptions,
+) -> Result<Vec<Snapshot>> {
+    // The rest of a partial update comes from the version that the targets run.
+    let mut bases = Vec::new();
+    if options.partial {
+        for index in models {
+            bases.push(base(setup, transport, *index, &options.targets)?);
+        }
+    }
+    Ok(bases)
+}
+
+/// Compares all weights but the first with what was set up.
+fn check_others(setup: &SenderSetup, resolved: &Resolved<'_>, partial: bool) -> Result<()> {
+    // The first is compared when it is read; no other may be found wrong
+    // only once there is room.
+    for (index, weights) in &resolved[1..] {
+        let prepared = &setup.models[*index].prepared;
+        publish::check(prepared, *weights, partial)?;
+    }
+    Ok(())
+}
+
+/// Gives the staged models the numbers that the caller wants for them.
+fn number(
+    staging: &mut dyn Staging,
+    setup: &SenderSetup,
+    models: &[usize],
+    options: &SendOptions,
+) -> Result<()> {
     // One number for all models.
     if let Some(version) = options.version {
-        for index in &indices {
+        for index in models {
             staging.number(*index, version)?;
         }
     }
     // Single models may have their own: a cascade passes on the trainer's numbers.
-    for index in &indices {
+    for index in models {
         let id = &setup.models[*index].prepared.id;
         let mut numbers = options.numbers.iter();
         if let Some((_, version)) = numbers.find(|(model, _)| model == id) {
             staging.number(*index, *version)?;
         }
     }
-    if options.wait_late {
-        staging.wait_for_late();
-    }
-    // 4. Live, for each worker in one step.
-    Ok((staging.publish(&options.targets)?, payload))
+    Ok(())
 }
 
 /// Room for new versions of some models.

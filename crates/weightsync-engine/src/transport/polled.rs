@@ -261,6 +261,21 @@ impl<P: Publisher> PolledSender<P> {
             self.spare[model] = old.and_then(Snapshot::into_image);
         }
     }
+
+    /// The versions that were written, each with its digest.
+    fn snapshots(&self, members: Vec<StagedModel>) -> Result<Vec<(usize, Snapshot)>> {
+        let mut published = Vec::new();
+        for member in members {
+            let spec = &self.models[member.model];
+            let run = self.publisher.run();
+            let snapshot = Snapshot::received(spec, run, member.version, member.image)?;
+            // Made by the sender, before the bytes leave this process: workers compare what they
+            // read with it.
+            let digest = snapshot.digest();
+            published.push((member.model, snapshot.with_digest(digest)));
+        }
+        Ok(published)
+    }
 }
 
 impl<P: Publisher> SenderTransport for PolledSender<P> {
@@ -408,16 +423,7 @@ impl<P: Publisher> Staging for StagedSet<'_, P> {
             let scheme = sender.publisher.scheme();
             return Err(Error::unsupported("a send to some workers", scheme));
         }
-        let mut published = Vec::new();
-        for member in members {
-            let spec = &sender.models[member.model];
-            let run = sender.publisher.run();
-            let snapshot = Snapshot::received(spec, run, member.version, member.image)?;
-            // Made by the sender, before the bytes leave this process: workers compare what they
-            // read with it.
-            let digest = snapshot.digest();
-            published.push((member.model, snapshot.with_digest(digest)));
-        }
+        let published = sender.snapshots(members)?;
         let roster = sender.roster.clone();
         // A worker that gets the publication has a line.
         let mut before = || {

@@ -403,33 +403,49 @@ impl Lifeline {
                 },
                 Err(fault) => return PipeEnd::Fault(fault),
             };
-            match (kind, greeting) {
-                (PipeFrameKind::Greeting, None) => match Greeting::parse(&payload) {
-                    Ok(parsed) => {
-                        self.grace = Duration::from_millis(parsed.grace_ms);
-                        self.queue_bytes =
-                            usize::try_from(parsed.queue_bytes).unwrap_or(usize::MAX);
-                        assembler.set_max_frame(parsed.max_frame as usize);
-                        greeting = Some((parsed, false));
-                    }
-                    Err(fault) => return PipeEnd::Fault(fault),
-                },
-                // The init bytes follow the greeting at once, and come once.
-                (PipeFrameKind::Init, Some((parsed, false))) => {
-                    greeting = Some((parsed, true));
-                    self.shared.state.locked().welcome = Some((parsed, payload));
-                    self.shared.changed.notify_all();
-                }
-                (PipeFrameKind::User, Some((_, true))) => {
-                    let mut state = self.shared.state.locked();
-                    state.queued += payload.len() + FRAME_COST;
-                    state.queue.push_back(payload);
-                    drop(state);
-                    self.shared.changed.notify_all();
-                }
-                (kind, _) => return PipeEnd::Fault(PipeFault::OutOfTurn { kind: kind as u8 }),
+            let frame = (kind, payload);
+            if let Err(fault) = self.take(frame, &mut assembler, &mut greeting) {
+                return PipeEnd::Fault(fault);
             }
         }
+    }
+
+    /// Takes a frame. `greeting` has the greeting once it has come, and whether the init bytes have
+    /// come too.
+    ///
+    /// # Errors
+    ///
+    /// A frame that is not valid, or is not in its turn.
+    fn take(
+        &mut self,
+        (kind, payload): (PipeFrameKind, Vec<u8>),
+        assembler: &mut FrameAssembler,
+        greeting: &mut Option<(Greeting, bool)>,
+    ) -> Result<(), PipeFault> {
+        match (kind, *greeting) {
+            (PipeFrameKind::Greeting, None) => {
+                let parsed = Greeting::parse(&payload)?;
+                self.grace = Duration::from_millis(parsed.grace_ms);
+                self.queue_bytes = usize::try_from(parsed.queue_bytes).unwrap_or(usize::MAX);
+                assembler.set_max_frame(parsed.max_frame as usize);
+                *greeting = Some((parsed, false));
+            }
+            // The init bytes follow the greeting at once, and come once.
+            (PipeFrameKind::Init, Some((parsed, false))) => {
+                *greeting = Some((parsed, true));
+                self.shared.state.locked().welcome = Some((parsed, payload));
+                self.shared.changed.notify_all();
+            }
+            (PipeFrameKind::User, Some((_, true))) => {
+                let mut state = self.shared.state.locked();
+                state.queued += payload.len() + FRAME_COST;
+                state.queue.push_back(payload);
+                drop(state);
+                self.shared.changed.notify_all();
+            }
+            (kind, _) => return Err(PipeFault::OutOfTurn { kind: kind as u8 }),
+        }
+        Ok(())
     }
 
     /// Sleeps until the socket has one of `events`, the callers made room, or the end has come.

@@ -210,20 +210,7 @@ impl Watcher {
                 Ready::Exit(worker),
             );
         }
-        match poll(&mut fds, None) {
-            Ok(_) => {}
-            // Nothing is ready; the next turn looks again.
-            Err(Errno::INTR) => return Some(Vec::new()),
-            Err(error) => {
-                tracing::error!(%error, "the workers cannot be watched any more and are ended");
-                return None;
-            }
-        }
-        let ready = fds
-            .iter()
-            .zip(tags)
-            .filter(|(fd, _)| !fd.revents().is_empty());
-        Some(ready.map(|(_, tag)| tag).collect())
+        poll_all(&mut fds, tags)
     }
 
     fn serve_socket(&mut self, worker: usize, wanted: PollFlags) {
@@ -333,6 +320,23 @@ impl Watcher {
         }
     }
 
+    /// Starts the process that comes after one which has ended, if one is wanted.
+    fn start_next(
+        &mut self,
+        worker: usize,
+        request: Option<&RestartRequest>,
+        exit: &Exit,
+    ) -> Option<Result<RunningProcess, WorkerError>> {
+        let closing = self.shared.state.locked().closing;
+        match request {
+            _ if closing => None,
+            Some(request) => Some(self.launch(worker, request.init.clone())),
+            // A restart that a caller asked for comes before that of the policy.
+            None if self.policy_restarts(worker, exit) => Some(self.launch(worker, None)),
+            None => None,
+        }
+    }
+
     /// Takes leave of a dead worker: reads what it left, reports it, and starts the next process
     /// where one is wanted.
     fn reap(&mut self, worker: usize) {
@@ -365,14 +369,7 @@ impl Watcher {
         // sees a group in which nothing is left to happen. Its frames are read later, by this
         // same thread.
         let request = self.awaited[worker].take();
-        let closing = self.shared.state.locked().closing;
-        let next = match &request {
-            _ if closing => None,
-            Some(request) => Some(self.launch(worker, request.init.clone())),
-            // A restart that a caller asked for comes before that of the policy.
-            None if self.policy_restarts(worker, &exit) => Some(self.launch(worker, None)),
-            None => None,
-        };
+        let next = self.start_next(worker, request.as_ref(), &exit);
         exit.restarted = matches!(next, Some(Ok(_)));
         tracing::debug!(worker, %exit, "a worker has ended");
 
@@ -531,6 +528,25 @@ impl RunningProcess {
             let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
         }
     }
+}
+
+/// Sleeps until something is ready, and returns what it stands for; nothing after an interruption.
+/// `None` when polling is impossible.
+fn poll_all(fds: &mut [PollFd<'_>], tags: Vec<Ready>) -> Option<Vec<Ready>> {
+    match poll(fds, None) {
+        Ok(_) => {}
+        // Nothing is ready; the next turn looks again.
+        Err(Errno::INTR) => return Some(Vec::new()),
+        Err(error) => {
+            tracing::error!(%error, "the workers cannot be watched any more and are ended");
+            return None;
+        }
+    }
+    let ready = fds
+        .iter()
+        .zip(tags)
+        .filter(|(fd, _)| !fd.revents().is_empty());
+    Some(ready.map(|(_, tag)| tag).collect())
 }
 
 /// Tells the caller that asked for a restart how it went. It may have stopped waiting.

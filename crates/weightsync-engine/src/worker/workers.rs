@@ -85,6 +85,8 @@ impl Workers {
     /// * [`WorkerError::Interrupted`], which says whether the frame was begun, as the timeout does;
     /// * [`WorkerError::FrameTooLong`] before anything is sent;
     /// * [`WorkerError::NoSuchWorker`], [`WorkerError::ShutDown`], [`WorkerError::Forked`].
+    // Longer than a screen: the way of one frame under one lock, which only the waits give up. What
+    // each wait may end with follows from how much of the frame is in the pipe by then.
     pub fn send(
         &self,
         worker: usize,

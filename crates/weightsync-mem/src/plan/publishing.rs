@@ -86,6 +86,8 @@ impl Plan {
 
     /// Publishes the versions written into lent slots, as one set. The slots are no longer lent,
     /// unless the publication is refused.
+    // Longer than a screen: one decision under one lock, of which nothing may be done before the
+    // only step that can refuse. It borrows most fields of the plan at once.
     pub(crate) fn publish(
         &mut self,
         written: &[(usize, u8)],

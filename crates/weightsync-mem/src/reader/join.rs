@@ -95,24 +95,8 @@ impl SegmentReader {
             control: control.map.clone(),
             has_joined: false,
         };
-        let hello = ReaderMessage::Hello {
-            secret: options.secret,
-            worker: options.worker,
-            seen: options.seen,
-            models: options
-                .models
-                .as_deref()
-                .map_or(ModelMask::ALL, ModelMask::of),
-            delivery: options.delivery,
-            device: options.device.clone(),
-            instance: options.instance,
-        };
-        match socket.send(&hello.encode(), &[control.fd.as_fd()]) {
-            Ok(true) => {}
-            Ok(false) => return Ok(None),
-            // Too many descriptors of this user are in flight. The sender takes them soon.
-            Err(error) if error.is_crowded_out() => return Ok(None),
-            Err(error) => return Err(error),
+        if !say_hello(&socket, options, &control)? {
+            return Ok(None);
         }
         let Some(welcome) = SegmentWelcome::receive(&socket, options, deadline)? else {
             return Ok(None);
@@ -128,19 +112,9 @@ impl SegmentReader {
         let header = Arc::new(MemoryMap::of_peer(header.as_fd(), HEADER_BYTES)?);
         let mailbox = MemoryMap::of_peer(mailbox.as_fd(), MAILBOX_BYTES)?;
         let doorbell = Arc::new(Doorbell::from_fd(bell));
-        let mut specs = Vec::with_capacity(models.len());
-        let mut mapped: Vec<Option<Mapped>> = Vec::new();
-        mapped.resize_with(count.into(), || None);
-        // A packet for each model follows, lowest first. It maps all slots, so that the first
-        // snapshot costs no page faults.
-        for model in models.iter() {
-            let Some((packet, fds)) = answer(&socket, deadline)? else {
-                return Ok(None);
-            };
-            let (spec, pages) = take_model(model, packet, fds)?;
-            specs.push((model, spec));
-            mapped[model] = Some(pages);
-        }
+        let Some((specs, mapped)) = receive_models(&socket, models, count, deadline)? else {
+            return Ok(None);
+        };
         let owner = PinOwner::Reader {
             control,
             mailbox,
@@ -159,10 +133,21 @@ impl SegmentReader {
         };
         // From here on the reader's own drop says how the worker left.
         giving_up.has_joined = true;
-        Ok(Some(Self {
+        Ok(Some(Self::new(watch, book, specs, (run, relayed), options)))
+    }
+
+    /// A reader that has joined, and goes on where its options say.
+    fn new(
+        watch: Watch,
+        book: Arc<PinBook>,
+        models: Vec<(usize, ModelDescription)>,
+        (run, relayed): (Run, u32),
+        options: &AttachOptions,
+    ) -> Self {
+        Self {
             watch,
             book,
-            models: specs,
+            models,
             run,
             wait: options.wait,
             delivery: options.delivery,
@@ -174,7 +159,7 @@ impl SegmentReader {
             asks: false,
             unmapped: None,
             unusable: AtomicBool::new(false),
-        }))
+        }
     }
 }
 
@@ -367,6 +352,53 @@ fn answer(
             },
         }
     }
+}
+
+/// Sends the hello with the worker's page. False if the sender hangs up, or cannot take it yet.
+fn say_hello(socket: &Socket, options: &AttachOptions, control: &OwnedFile) -> Result<bool, Error> {
+    let hello = ReaderMessage::Hello {
+        secret: options.secret,
+        worker: options.worker,
+        seen: options.seen,
+        models: options
+            .models
+            .as_deref()
+            .map_or(ModelMask::ALL, ModelMask::of),
+        delivery: options.delivery,
+        device: options.device.clone(),
+        instance: options.instance,
+    };
+    match socket.send(&hello.encode(), &[control.fd.as_fd()]) {
+        // Too many descriptors of this user are in flight. The sender takes them soon.
+        Err(error) if error.is_crowded_out() => Ok(false),
+        sent => sent,
+    }
+}
+
+/// The descriptions of a reader's models, and the pages of all `count` models of the segment.
+type ReceivedModels = (Vec<(usize, ModelDescription)>, Vec<Option<Mapped>>);
+
+/// Receives and maps the reader's models. `None` if there is no answer, or the sender hangs up.
+fn receive_models(
+    socket: &Socket,
+    models: ModelMask,
+    count: u8,
+    deadline: Deadline,
+) -> Result<Option<ReceivedModels>, Error> {
+    let mut specs = Vec::with_capacity(models.len());
+    let mut mapped: Vec<Option<Mapped>> = Vec::new();
+    mapped.resize_with(count.into(), || None);
+    // A packet for each model follows, lowest first. It maps all slots, so that the first
+    // snapshot costs no page faults.
+    for model in models.iter() {
+        let Some((packet, fds)) = answer(socket, deadline)? else {
+            return Ok(None);
+        };
+        let (spec, pages) = take_model(model, packet, fds)?;
+        specs.push((model, spec));
+        mapped[model] = Some(pages);
+    }
+    Ok(Some((specs, mapped)))
 }
 
 /// Maps one model's pages, and checks them against the model's layout.

@@ -230,34 +230,7 @@ impl WorkerSeats {
         }
         let seat = match self.admit(worker, ticket, socket.socket(), from)? {
             Ok(seat) => seat,
-            Err(answer) => {
-                // While this one reads its answer, it may be closed for another.
-                self.connections().is_now(number, Doing::Idle);
-                match &answer {
-                    ToWorker::End { reason } => {
-                        tracing::warn!("a worker from {from} was refused: {reason}");
-                    }
-                    ToWorker::Later { reason } => {
-                        tracing::debug!("a worker from {from} is to ask again: {reason}");
-                    }
-                    ToWorker::Welcome { .. } | ToWorker::Order { .. } | ToWorker::Ping => {}
-                }
-                write_message(socket, &answer)?;
-                socket.shutdown(Shutdown::Write)?;
-                // To close with bytes unread would take the answer back.
-                let until = Instant::now() + HANDSHAKE;
-                let (mut reads, mut unread) = (&**socket, [0; 1024]);
-                loop {
-                    let left = until.saturating_duration_since(Instant::now());
-                    // Nothing to read for so long is its end, and a timeout of zero is refused.
-                    if left.is_zero()
-                        || socket.socket().set_read_timeout(Some(left)).is_err()
-                        || !matches!(reads.read(&mut unread), Ok(1..))
-                    {
-                        return Ok(());
-                    }
-                }
-            }
+            Err(answer) => return self.turn_away(socket, from, number, &answer),
         };
         std::thread::scope(|scope| {
             // Dropped before the scope joins the writing thread: it ends the stage, which ends that
@@ -280,6 +253,42 @@ impl WorkerSeats {
             });
         });
         Ok(())
+    }
+
+    /// Tells a worker without a place why, and waits until it has read that.
+    fn turn_away(
+        &self,
+        socket: &Arc<Stream>,
+        from: SocketAddr,
+        number: u64,
+        answer: &ToWorker,
+    ) -> Result<(), LinkError> {
+        // While this one reads its answer, it may be closed for another.
+        self.connections().is_now(number, Doing::Idle);
+        match answer {
+            ToWorker::End { reason } => {
+                tracing::warn!("a worker from {from} was refused: {reason}");
+            }
+            ToWorker::Later { reason } => {
+                tracing::debug!("a worker from {from} is to ask again: {reason}");
+            }
+            ToWorker::Welcome { .. } | ToWorker::Order { .. } | ToWorker::Ping => {}
+        }
+        write_message(socket, answer)?;
+        socket.shutdown(Shutdown::Write)?;
+        // To close with bytes unread would take the answer back.
+        let until = Instant::now() + HANDSHAKE;
+        let (mut reads, mut unread) = (&**socket, [0; 1024]);
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            // Nothing to read for so long is its end, and a timeout of zero is refused.
+            if left.is_zero()
+                || socket.socket().set_read_timeout(Some(left)).is_err()
+                || !matches!(reads.read(&mut unread), Ok(1..))
+            {
+                return Ok(());
+            }
+        }
     }
 
     /// The place of a worker that wants to join, which it has from now on, or the answer that it

@@ -156,23 +156,7 @@ impl CollectorLink {
         };
         frames.wait_for(SILENT);
         let settings = read_settings(&mut frames, bytes).map_err(|gone| ended(joining, gone))?;
-        let shared = link.shared.clone();
-        // Before the thread starts: from here on `leave` waits for its end.
-        shared.lock().listens = true;
-        let spawned = link.spawn(move || {
-            let reason = shared.listen(&mut frames);
-            // Before `gone`, which may end this process, or wait for a thread that leaves.
-            shared.lock().listens = false;
-            shared.changed.notify_all();
-            if let Some(reason) = reason {
-                gone(reason);
-            }
-        });
-        if spawned.is_err() {
-            // The drop of the link does not wait for a thread that does not exist.
-            link.shared.lock().listens = false;
-        }
-        spawned?;
+        link.start_listening(frames, gone)?;
         Ok(JoinedWorker {
             link,
             worker,
@@ -202,6 +186,32 @@ impl CollectorLink {
         // meanwhile.
         link.spawn(move || shared.give_signs())?;
         Ok((link, frames))
+    }
+
+    /// Starts the thread that takes what the trainer sends. `gone` is told why the trainer counts
+    /// as gone.
+    fn start_listening(
+        &mut self,
+        mut frames: FrameReader,
+        gone: impl FnOnce(String) + Send + 'static,
+    ) -> Result<()> {
+        let shared = self.shared.clone();
+        // Before the thread starts: from here on `leave` waits for its end.
+        shared.lock().listens = true;
+        let spawned = self.spawn(move || {
+            let reason = shared.listen(&mut frames);
+            // Before `gone`, which may end this process, or wait for a thread that leaves.
+            shared.lock().listens = false;
+            shared.changed.notify_all();
+            if let Some(reason) = reason {
+                gone(reason);
+            }
+        });
+        if spawned.is_err() {
+            // The drop of the link does not wait for a thread that does not exist.
+            self.shared.lock().listens = false;
+        }
+        spawned
     }
 
     /// Asks to be let in.
@@ -401,14 +411,7 @@ fn ended(joining: &JoinOptions, gone: LinkError) -> Error {
 
 /// Connects, and tries again while nothing answers.
 fn connect(joining: &JoinOptions, until: Instant) -> Result<Stream> {
-    let access = Access::with_token(None)
-        .and_then(|access| access.carrying_code(joining.insecure_plaintext_code))
-        .and_then(|access| access.with_told_tls(CertificateRole::Worker, joining.tls.as_deref()))
-        .map_err(transport)?;
-    let credentials = Credentials {
-        key: Key::new(&joining.secret),
-        tls: access.tls.clone(),
-    };
+    let (access, credentials) = access_of(joining)?;
     let peer = TlsPeer::Trainer(host_of(&joining.address));
     let mut refused_since = None;
     loop {
@@ -431,15 +434,8 @@ fn connect(joining: &JoinOptions, until: Instant) -> Result<Stream> {
             ) {
                 Ok(socket) => return Ok(socket),
                 Err(error) => {
-                    let hello = error.get_ref().and_then(|inner| inner.downcast_ref());
-                    if let Some(source) =
-                        hello.filter(|one: &&HelloError| one.remedy() != Remedy::Retry)
-                    {
-                        return Err(NetError::Hello {
-                            address: joining.address.clone(),
-                            source: source.clone(),
-                        }
-                        .into());
+                    if let Some(lasting) = lasting(joining, &error) {
+                        return Err(lasting);
                     }
                     reason = error.to_string();
                     is_refused &= error.kind() == ErrorKind::ConnectionRefused;
@@ -462,6 +458,28 @@ fn connect(joining: &JoinOptions, until: Instant) -> Result<Stream> {
         }
         std::thread::sleep(AGAIN);
     }
+}
+
+/// What a worker may connect to, and how it shows who it is.
+fn access_of(joining: &JoinOptions) -> Result<(Access, Credentials)> {
+    let access = Access::with_token(None)
+        .and_then(|access| access.carrying_code(joining.insecure_plaintext_code))
+        .and_then(|access| access.with_told_tls(CertificateRole::Worker, joining.tls.as_deref()))
+        .map_err(transport)?;
+    let credentials = Credentials {
+        key: Key::new(&joining.secret),
+        tls: access.tls.clone(),
+    };
+    Ok((access, credentials))
+}
+
+/// Why the trainer refused a connection, if another attempt would end like this one.
+fn lasting(joining: &JoinOptions, error: &std::io::Error) -> Option<Error> {
+    let hello = error.get_ref().and_then(|inner| inner.downcast_ref());
+    let source = hello.filter(|one: &&HelloError| one.remedy() != Remedy::Retry)?;
+    let address = joining.address.clone();
+    let source = source.clone();
+    Some(NetError::Hello { address, source }.into())
 }
 
 fn next_message(frames: &mut FrameReader) -> Result<ToWorker, LinkError> {

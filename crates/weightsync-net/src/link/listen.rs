@@ -2,7 +2,7 @@
 //! failed.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -66,30 +66,47 @@ pub(crate) async fn accept_all(
             let answers = || answers.locked().gives(from.ip(), Instant::now());
             match greet((socket, from), &credentials, busy, answers).await {
                 Ok((stream, agreed)) => take(stream, from, agreed.role),
-                // A client that gives up an attempt and tries again looks like this.
-                Err(error) if error.is_hang_up() => {
-                    tracing::debug!("{from} disconnected before it was accepted: {error}");
-                }
-                Err(error) => log(&noted, cause(&error), || {
-                    format!("refused a connection from {from}: {error}")
-                }),
+                Err(error) => log_refusal(&noted, from, &error),
             }
         });
-        // Those that proved themselves or failed make room first.
-        strangers.retain(|stranger| !stranger.is_finished());
-        let entered = strangers.enter(
-            from.ip(),
-            Doing::Unproved,
-            &ConnectionLimits::STRANGERS,
-            stranger,
-        );
-        if let Ok((_, Some(oldest))) = entered {
-            // Silent connections must not keep honest ones out.
-            oldest.abort();
-            log(&log_limiter, "strangers", || {
-                "too many connections had not proved themselves: the oldest was dropped".into()
-            });
-        }
+        enter(&mut strangers, from.ip(), stranger, &log_limiter);
+    }
+}
+
+/// Counts a connection among those that have not proved themselves, and drops the oldest if there
+/// are too many.
+fn enter(
+    strangers: &mut Admitted<AbortHandle>,
+    from: IpAddr,
+    stranger: AbortHandle,
+    log_limiter: &Mutex<LogLimiter>,
+) {
+    // Those that proved themselves or failed make room first.
+    strangers.retain(|stranger| !stranger.is_finished());
+    let entered = strangers.enter(
+        from,
+        Doing::Unproved,
+        &ConnectionLimits::STRANGERS,
+        stranger,
+    );
+    if let Ok((_, Some(oldest))) = entered {
+        // Silent connections must not keep honest ones out.
+        oldest.abort();
+        log(log_limiter, "strangers", || {
+            "too many connections had not proved themselves: the oldest was dropped".into()
+        });
+    }
+}
+
+/// Logs why a connection was not accepted.
+fn log_refusal(log_limiter: &Mutex<LogLimiter>, from: SocketAddr, error: &GreetError) {
+    // A client that gives up an attempt and tries again looks like this.
+    if error.is_hang_up() {
+        tracing::debug!("{from} disconnected before it was accepted: {error}");
+    } else {
+        log(log_limiter, cause(error), || {
+            format!("refused a connection from {from}: {error}")
+        });
     }
 }
 

@@ -312,26 +312,38 @@ async fn read_all<In: ControlMessage, E>(
         if asked || signs {
             (expects, is_drained) = (asked, false);
         }
-        let mut input = &buffer[..read];
-        loop {
-            let frame = match decoder.next(&mut input) {
-                Ok(Some(frame)) => frame,
-                Ok(None) => break,
-                Err(error) => return Some(LinkEnd::Frame(error)),
-            };
-            match In::decode(frame.payload) {
-                // It has done its work by arriving: the silence is over.
-                Ok(message) if message.is_ping() => {}
-                Ok(message) => {
-                    // The receiver of the events has gone.
-                    // The send waits for room, so a peer that sends too much is no longer read.
-                    events.send(event(Ok(message))).await.ok()?;
-                }
-                Err(error) => return Some(LinkEnd::Message(error)),
-            }
+        if let Err(end) = hand_out(&mut decoder, &buffer[..read], events, event).await {
+            return end;
         }
         if signs {
             events.send(event(Ok(In::ping()))).await.ok()?;
+        }
+    }
+}
+
+/// Hands out the messages that are whole with this input. An error is the end of the link, without
+/// a reason if the receiver of the events has gone.
+async fn hand_out<In: ControlMessage, E>(
+    decoder: &mut Decoder,
+    mut input: &[u8],
+    events: &mpsc::Sender<E>,
+    event: &(impl Fn(Result<In, LinkEnd>) -> E + Sync),
+) -> Result<(), Option<LinkEnd>> {
+    loop {
+        let frame = match decoder.next(&mut input) {
+            Ok(Some(frame)) => frame,
+            Ok(None) => return Ok(()),
+            Err(error) => return Err(Some(LinkEnd::Frame(error))),
+        };
+        match In::decode(frame.payload) {
+            // It has done its work by arriving: the silence is over.
+            Ok(message) if message.is_ping() => {}
+            Ok(message) => {
+                // The receiver of the events has gone.
+                // The send waits for room, so a peer that sends too much is no longer read.
+                events.send(event(Ok(message))).await.map_err(|_| None)?;
+            }
+            Err(error) => return Err(Some(LinkEnd::Message(error))),
         }
     }
 }

@@ -1,5 +1,6 @@
 //! How a worker finds its sender.
 
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -300,48 +301,11 @@ impl Route {
     ) -> Result<SearchResult> {
         // A caller that waits for the answer of a process it reached does so here, too.
         let until = deadline.filter(|_| !self.joining.single_attempt);
-        let settles = Instant::now() + SETTLES.min(left_of(until, 2 * SETTLES) / 2);
-        let mut nearer = self.names();
-        loop {
-            let mut silent = Vec::new();
-            for (owner, name) in &nearer {
-                if !weightsync_mem::is_served(name).unwrap_or(false) {
-                    continue;
-                }
-                match self.attach(name, handoff, Instant::now() + left_of(until, ANSWER)) {
-                    Ok(found) => {
-                        // This segment has what the kept agent fetches.
-                        drop(self.kept());
-                        return Ok(SearchResult::Found(Box::new(found)));
-                    }
-                    // This process does not answer, or is about to end.
-                    Err(Error::NoSender { .. }) => silent.push((*owner, name.clone())),
-                    Err(error) => return Err(error),
-                }
-            }
-            // A trainer on this host is worth any wait, and a relay a short one.
-            let is_trainer = silent.iter().any(|(owner, _)| *owner == NameOwner::Sender);
-            let is_over = passed(until) || !goes_on();
-            if is_over && is_trainer {
-                return Ok(SearchResult::Nothing(Unreached::Unknown, None));
-            }
-            if silent.is_empty() || is_over || !is_trainer && Instant::now() >= settles {
-                // A worker that joins meanwhile through another name is noticed before this one
-                // fetches for itself.
-                nearer.retain(|one| !silent.contains(one));
-                break;
-            }
-        }
-        let nearer = nearer.into_iter().map(|(_, name)| name).collect();
-        let patience = match self.joining.single_attempt {
-            true => ATTEMPT.into(),
-            false => Patience {
-                // Even an attempt without time left gives a process that is there a moment to
-                // answer.
-                dial: left_of(deadline, ATTEMPT).max(MOMENT),
-                until: deadline.map(|at| at.max(Instant::now() + ANSWER)),
-            },
+        let nearer = match self.look_nearer(handoff, until, &mut goes_on)? {
+            ControlFlow::Break(result) => return Ok(result),
+            ControlFlow::Continue(nearer) => nearer,
         };
+        let patience = self.patience(deadline);
         let agent = match self.kept() {
             Some(agent) => agent,
             None => match self.become_agent(nearer, patience, goes_on)? {
@@ -364,6 +328,64 @@ impl Route {
                 Ok(SearchResult::Nothing(Unreached::Unknown, None))
             }
             Err(error) => Err(error),
+        }
+    }
+
+    /// Looks for a segment of this host, and waits for one that is about to answer. If the search
+    /// goes on elsewhere, returns the names at which a segment may still appear.
+    fn look_nearer(
+        &self,
+        handoff: &Handoff,
+        until: Deadline,
+        goes_on: &mut impl FnMut() -> bool,
+    ) -> Result<ControlFlow<SearchResult, Vec<String>>> {
+        let settles = Instant::now() + SETTLES.min(left_of(until, 2 * SETTLES) / 2);
+        let mut nearer = self.names();
+        loop {
+            let mut silent = Vec::new();
+            for (owner, name) in &nearer {
+                if !weightsync_mem::is_served(name).unwrap_or(false) {
+                    continue;
+                }
+                match self.attach(name, handoff, Instant::now() + left_of(until, ANSWER)) {
+                    Ok(found) => {
+                        // This segment has what the kept agent fetches.
+                        drop(self.kept());
+                        return Ok(ControlFlow::Break(SearchResult::Found(Box::new(found))));
+                    }
+                    // This process does not answer, or is about to end.
+                    Err(Error::NoSender { .. }) => silent.push((*owner, name.clone())),
+                    Err(error) => return Err(error),
+                }
+            }
+            // A trainer on this host is worth any wait, and a relay a short one.
+            let is_trainer = silent.iter().any(|(owner, _)| *owner == NameOwner::Sender);
+            let is_over = passed(until) || !goes_on();
+            if is_over && is_trainer {
+                let nothing = SearchResult::Nothing(Unreached::Unknown, None);
+                return Ok(ControlFlow::Break(nothing));
+            }
+            if silent.is_empty() || is_over || !is_trainer && Instant::now() >= settles {
+                // A worker that joins meanwhile through another name is noticed before this one
+                // fetches for itself.
+                nearer.retain(|one| !silent.contains(one));
+                break;
+            }
+        }
+        let nearer = nearer.into_iter().map(|(_, name)| name);
+        Ok(ControlFlow::Continue(nearer.collect()))
+    }
+
+    /// How long an agent of the worker's own looks for the sender.
+    fn patience(&self, deadline: Deadline) -> Patience {
+        match self.joining.single_attempt {
+            true => ATTEMPT.into(),
+            false => Patience {
+                // Even an attempt without time left gives a process that is there a moment to
+                // answer.
+                dial: left_of(deadline, ATTEMPT).max(MOMENT),
+                until: deadline.map(|at| at.max(Instant::now() + ANSWER)),
+            },
         }
     }
 

@@ -214,6 +214,7 @@ impl RootPlan {
 
     /// Handles an agent's message. One arm for each message, so that the whole vocabulary of an
     /// agent is seen at once; what an arm decides stands elsewhere.
+    // Longer than a screen: a table with one short arm for each message.
     fn on_message(&mut self, agent: AgentId, message: ToRoot) {
         // A message may still be in the queue when its agent is removed.
         let Some(known) = self.agents.get_mut(&agent) else {

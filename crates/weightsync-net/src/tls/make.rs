@@ -51,6 +51,23 @@ pub(super) fn make_at(
     begin: OffsetDateTime,
 ) -> Result<MadeFiles, TlsError> {
     let CertificateRequest { out, hosts, days } = request;
+    check_hosts(hosts)?;
+    // A clock that is a little late must not make it invalid.
+    let from = begin - Duration::hours(1);
+    let until = begin.checked_add(Duration::days((*days).into()));
+    let until = until.ok_or_else(|| failed(format!("{days} days are longer than time is")))?;
+    let authority = new_authority(from, until)?;
+
+    let mut made = vec![("ca.pem".to_owned(), authority.pem(), 0o644)];
+    for part in CertificateRole::ALL {
+        let text = certificate_text(part, hosts, (from, until), &authority)?;
+        made.push((format!("{part}.pem"), text, 0o600));
+    }
+    write(out, &made).map(|files| MadeFiles { files })
+}
+
+/// Checks that there are hosts, and that each can be in a certificate.
+fn check_hosts(hosts: &[String]) -> Result<(), TlsError> {
     if hosts.is_empty() {
         return Err(failed("name the hosts that ends are connected to"));
     }
@@ -72,10 +89,14 @@ pub(super) fn make_at(
             "--hosts: {wrong:?} says what an end is, and no host can have this name"
         )));
     }
-    // A clock that is a little late must not make it invalid.
-    let from = begin - Duration::hours(1);
-    let until = begin.checked_add(Duration::days((*days).into()));
-    let until = until.ok_or_else(|| failed(format!("{days} days are longer than time is")))?;
+    Ok(())
+}
+
+/// A new authority, which holds for this time.
+fn new_authority(
+    from: OffsetDateTime,
+    until: OffsetDateTime,
+) -> Result<CertifiedIssuer<'static, KeyPair>, TlsError> {
     let mut authority = CertificateParams::default();
     // It signs ends, and no other authority.
     authority.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
@@ -85,34 +106,41 @@ pub(super) fn make_at(
     // A name of its own: an end can then say that a certificate is of another authority.
     let own = blake3::hash(key.public_key_raw()).to_hex();
     authority.distinguished_name = named(&format!("weightsync authority {}", &own[..16]));
-    let authority =
-        CertifiedIssuer::self_signed(authority, key).map_err(|error| failed(error.to_string()))?;
+    CertifiedIssuer::self_signed(authority, key).map_err(|error| failed(error.to_string()))
+}
 
-    let mut made = vec![("ca.pem".to_owned(), authority.pem(), 0o644)];
-    for part in CertificateRole::ALL {
-        let mut names = vec![part.name().to_owned()];
-        // Only the trainer is checked by where it is.
-        if part == CertificateRole::Trainer {
-            names.extend(hosts.iter().cloned());
-        }
-        let params = CertificateParams::new(names);
-        let mut params = params.map_err(|error| failed(format!("--hosts: {error}")))?;
-        params.distinguished_name = named(part.name());
-        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        // Ends connect to each other in both directions.
-        params.extended_key_usages = vec![
-            ExtendedKeyUsagePurpose::ServerAuth,
-            ExtendedKeyUsagePurpose::ClientAuth,
-        ];
-        params.use_authority_key_identifier_extension = true;
-        (params.not_before, params.not_after) = (from, until);
-        let key = KeyPair::generate().map_err(|error| failed(error.to_string()))?;
-        let signed = params.signed_by(&key, &authority);
-        let signed = signed.map_err(|error| failed(error.to_string()))?;
-        let text = format!("{}{}{}", signed.pem(), key.serialize_pem(), authority.pem());
-        made.push((format!("{part}.pem"), text, 0o600));
+/// A new certificate of a part, with its key and the authority's certificate.
+fn certificate_text(
+    part: CertificateRole,
+    hosts: &[String],
+    (from, until): (OffsetDateTime, OffsetDateTime),
+    authority: &CertifiedIssuer<'_, KeyPair>,
+) -> Result<String, TlsError> {
+    let mut names = vec![part.name().to_owned()];
+    // Only the trainer is checked by where it is.
+    if part == CertificateRole::Trainer {
+        names.extend(hosts.iter().cloned());
     }
-    write(out, &made).map(|files| MadeFiles { files })
+    let params = CertificateParams::new(names);
+    let mut params = params.map_err(|error| failed(format!("--hosts: {error}")))?;
+    params.distinguished_name = named(part.name());
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    // Ends connect to each other in both directions.
+    params.extended_key_usages = vec![
+        ExtendedKeyUsagePurpose::ServerAuth,
+        ExtendedKeyUsagePurpose::ClientAuth,
+    ];
+    params.use_authority_key_identifier_extension = true;
+    (params.not_before, params.not_after) = (from, until);
+    let key = KeyPair::generate().map_err(|error| failed(error.to_string()))?;
+    let signed = params.signed_by(&key, authority);
+    let signed = signed.map_err(|error| failed(error.to_string()))?;
+    Ok(format!(
+        "{}{}{}",
+        signed.pem(),
+        key.serialize_pem(),
+        authority.pem()
+    ))
 }
 
 fn named(name: &str) -> DistinguishedName {

@@ -20,8 +20,8 @@ use std::time::{Duration, SystemTime};
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
-use rustls::server::WebPkiClientVerifier;
 use rustls::server::danger::ClientCertVerifier;
+use rustls::server::{VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use weightsync_mem::threads::LockExt as _;
 
@@ -306,19 +306,11 @@ impl TlsConfigs {
             what,
         };
         let expires = expiry::expires(&chain[0]).map_err(invalid)?;
-        let mut roots = RootCertStore::empty();
-        for one in authority {
-            roots.add(one).map_err(|error| invalid(error.to_string()))?;
-        }
+        let roots = trusted(authority).map_err(|error| invalid(error.to_string()))?;
         let (roots, provider) = (Arc::new(roots), provider());
         let failed = |error: rustls::Error| invalid(explain(&error));
-        let clients =
-            || WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone());
-        // For browsers. What a client without a certificate may do is decided elsewhere.
-        let anybody = clients().allow_unauthenticated().build();
-        let anybody = anybody.map_err(|error| invalid(error.to_string()))?;
-        let clients = clients().build();
-        let clients = clients.map_err(|error| invalid(error.to_string()))?;
+        let [clients, anybody] =
+            client_verifiers(&roots, &provider).map_err(|error| invalid(error.to_string()))?;
         let server = |clients: Arc<dyn ClientCertVerifier>| -> Result<_, TlsError> {
             let mut server = ServerConfig::builder_with_provider(provider.clone())
                 .with_protocol_versions(VERSIONS)
@@ -371,6 +363,27 @@ impl TlsConfigs {
 
 /// The only version of TLS.
 const VERSIONS: &[&rustls::SupportedProtocolVersion] = &[&rustls::version::TLS13];
+
+/// The authorities that an end trusts.
+fn trusted(authority: Vec<CertificateDer<'static>>) -> Result<RootCertStore, rustls::Error> {
+    let mut roots = RootCertStore::empty();
+    for one in authority {
+        roots.add(one)?;
+    }
+    Ok(roots)
+}
+
+/// Verifiers of those who connect: the first asks them for a certificate, the second also takes
+/// those who show none.
+fn client_verifiers(
+    roots: &Arc<RootCertStore>,
+    provider: &Arc<CryptoProvider>,
+) -> Result<[Arc<dyn ClientCertVerifier>; 2], VerifierBuilderError> {
+    let clients = || WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone());
+    // For browsers. What a client without a certificate may do is decided elsewhere.
+    let anybody = clients().allow_unauthenticated().build()?;
+    Ok([clients().build()?, anybody])
+}
 
 /// AES-128 first, as its hardware instructions make it the fastest.
 fn provider() -> Arc<CryptoProvider> {

@@ -177,31 +177,7 @@ pub fn explain(error: &Error) -> String {
         Error::InvalidCertificate(NotValidForNameContext {
             expected,
             presented,
-        }) => {
-            let expected = expected.to_str();
-            let names: Vec<_> = presented.iter().map(|name| bare(name)).collect();
-            let part_of = |name: &str| CertificateRole::ALL.into_iter().find(|part| part.name() == name);
-            if let Some(part) = part_of(&expected) {
-                let names = names.join(", ");
-                return format!(
-                    "the other end's certificate is of no {part}, which was expected there: it is \
-                     for {names}"
-                );
-            }
-            let hosts: Vec<_> = names.into_iter().filter(|name| part_of(name).is_none()).collect();
-            if hosts.is_empty() {
-                return format!(
-                    "the other end's certificate is for no host: give that end one for {expected} \
-                     (`weightsync certs new --hosts {expected}`)"
-                );
-            }
-            format!(
-                "the other end's certificate is not for {expected}, but for {}: connect to one of \
-                 these names, or give that end a certificate for {expected} (`weightsync certs new \
-                 --hosts {expected}`)",
-                hosts.join(", ")
-            )
-        }
+        }) => explain_names(expected, presented),
         Error::InvalidCertificate(NotValidForName) => {
             "the other end's certificate is for another name".into()
         }
@@ -209,32 +185,71 @@ pub fn explain(error: &Error) -> String {
             format!("the other end's certificate is not accepted: {other}")
         }
         Error::NoCertificatesPresented => "the other end has shown no certificate".into(),
-        Error::AlertReceived(alert) => match alert {
-            AlertDescription::CertificateExpired => {
-                "the other end says that this end's certificate has expired, or is not valid yet: \
-                 make a new one, or set the clocks"
-                    .into()
-            }
-            AlertDescription::UnknownCA => {
-                "the other end says that this end's certificate is of another authority: give both \
-                 ends certificates of one `weightsync certs new`"
-                    .into()
-            }
-            AlertDescription::BadCertificate => {
-                "the other end does not take this end's certificate, which is for another host or \
-                 part than it expects here"
-                    .into()
-            }
-            AlertDescription::CertificateRequired => {
-                "the other end wants a certificate of this end".into()
-            }
-            other => format!("the other end refused this end's TLS handshake: {other:?}"),
-        },
+        Error::AlertReceived(alert) => explain_alert(*alert),
         Error::InvalidMessage(_) => {
             "the other end does not speak TLS: give it certificates too (tls=, or WEIGHTSYNC_TLS_DIR)"
                 .into()
         }
         other => format!("the TLS handshake failed: {other}"),
+    }
+}
+
+/// Why a certificate for these names is not the expected one, and what to do.
+fn explain_names(expected: &ServerName<'_>, presented: &[String]) -> String {
+    let expected = expected.to_str();
+    let names: Vec<_> = presented.iter().map(|name| bare(name)).collect();
+    let part_of = |name: &str| {
+        CertificateRole::ALL
+            .into_iter()
+            .find(|part| part.name() == name)
+    };
+    if let Some(part) = part_of(&expected) {
+        let names = names.join(", ");
+        return format!(
+            "the other end's certificate is of no {part}, which was expected there: it is \
+             for {names}"
+        );
+    }
+    let hosts: Vec<_> = names
+        .into_iter()
+        .filter(|name| part_of(name).is_none())
+        .collect();
+    if hosts.is_empty() {
+        return format!(
+            "the other end's certificate is for no host: give that end one for {expected} \
+             (`weightsync certs new --hosts {expected}`)"
+        );
+    }
+    format!(
+        "the other end's certificate is not for {expected}, but for {}: connect to one of \
+         these names, or give that end a certificate for {expected} (`weightsync certs new \
+         --hosts {expected}`)",
+        hosts.join(", ")
+    )
+}
+
+/// What the other end says of this end's handshake, and what to do.
+fn explain_alert(alert: AlertDescription) -> String {
+    match alert {
+        AlertDescription::CertificateExpired => {
+            "the other end says that this end's certificate has expired, or is not valid yet: \
+             make a new one, or set the clocks"
+                .into()
+        }
+        AlertDescription::UnknownCA => {
+            "the other end says that this end's certificate is of another authority: give both \
+             ends certificates of one `weightsync certs new`"
+                .into()
+        }
+        AlertDescription::BadCertificate => {
+            "the other end does not take this end's certificate, which is for another host or \
+             part than it expects here"
+                .into()
+        }
+        AlertDescription::CertificateRequired => {
+            "the other end wants a certificate of this end".into()
+        }
+        other => format!("the other end refused this end's TLS handshake: {other:?}"),
     }
 }
 

@@ -109,14 +109,10 @@ impl Transfer {
     /// Sends the requested blocks for one turn, and adds the bytes sent to `sent`.
     fn serve(&mut self, socket: &mut Stream, sent: &mut u64) -> io::Result<TurnEnd> {
         let begun = Instant::now();
-        let held = match self.held.clone() {
-            Some(held) => held,
-            None => match self.find(socket, begun)? {
-                Ok(held) => held,
-                Err(end) => return Ok(end),
-            },
+        let held = match self.hold(socket, begun)? {
+            Ok(held) => held,
+            Err(end) => return Ok(end),
         };
-        self.held = Some(held.clone());
         let Some(_registered) = held.register(socket.socket())? else {
             // Released before the child hears of it: a version that is held keeps a slot, and the
             // child may read slowly.
@@ -266,6 +262,23 @@ impl Transfer {
         // While no other fetch waits, a slow child is in nobody's way.
         let is_late = || begun.elapsed() >= ON_ITS_WAY * blocks && self.serving.others_wait();
         write_both(socket, head, bytes, is_late)
+    }
+
+    /// The version, which stays held from now on, or how the turn ends without it.
+    fn hold(
+        &mut self,
+        socket: &mut Stream,
+        begun: Instant,
+    ) -> io::Result<Result<Arc<HeldVersion>, TurnEnd>> {
+        let held = match self.held.clone() {
+            Some(held) => held,
+            None => match self.find(socket, begun)? {
+                Ok(held) => held,
+                Err(end) => return Ok(Err(end)),
+            },
+        };
+        self.held = Some(held.clone());
+        Ok(Ok(held))
     }
 
     /// The version once part of it is here, or how the turn ends without it.

@@ -143,15 +143,7 @@ impl Driver {
 
     /// Begins a fetch; if it cannot, returns what happened instead.
     pub(super) fn begin(&mut self, item: Item, sender: bool) -> Option<PlanInput> {
-        let root = Parent {
-            agent: 0,
-            address: self.root,
-        };
-        let parent = match sender {
-            true => Some(root),
-            false => self.fetches.parent,
-        };
-        let Some(parent) = parent else {
+        let Some(parent) = self.parent_to_ask(sender) else {
             return Some(PlanInput::NoParent);
         };
         let is_new = !self.fetches.arriving.contains_key(&item);
@@ -203,6 +195,18 @@ impl Driver {
         };
         self.fetches.under_way.insert(item, fetching);
         None
+    }
+
+    /// Where to fetch from: the sender, or the parent if there is one.
+    fn parent_to_ask(&self, sender: bool) -> Option<Parent> {
+        let root = Parent {
+            agent: 0,
+            address: self.root,
+        };
+        match sender {
+            true => Some(root),
+            false => self.fetches.parent,
+        }
     }
 
     /// Takes a slot for a version; if there is none, returns what happened instead.

@@ -1,10 +1,11 @@
 //! Handles the sender's messages to an agent.
 
 use tokio::time::Instant;
+use weightsync_core::WorkerId;
 
 use super::{Driver, LINGER};
 use crate::bulk::Parent;
-use crate::relay::plan::PlanInput;
+use crate::relay::plan::{Item, PlanInput};
 use crate::wire::message::{FromRoot, ToRoot};
 
 impl Driver {
@@ -18,34 +19,13 @@ impl Driver {
                 sequence,
                 set,
                 workers,
-            } => {
-                // The message may cross the report that a worker has gone.
-                let known = workers.into_iter();
-                let known = known.filter_map(|worker| self.members.instance(worker));
-                let notified = known.map(|who| PlanInput::Notified {
-                    who,
-                    sequence,
-                    set: set.clone(),
-                });
-                let notified: Vec<_> = notified.collect();
-                self.step(notified);
-            }
+            } => self.notify(sequence, &set, workers),
             FromRoot::Answer {
                 worker,
                 question,
                 sequence,
                 set,
-            } => {
-                // A question that was sent twice is answered twice.
-                if let Some(who) = self.members.asker(worker, question) {
-                    self.step([PlanInput::Answered {
-                        who,
-                        question,
-                        sequence,
-                        set,
-                    }]);
-                }
-            }
+            } => self.answered((worker, question), sequence, set),
             FromRoot::NoSuchVersion {
                 worker,
                 question,
@@ -80,6 +60,33 @@ impl Driver {
             | FromRoot::Part { .. }
             | FromRoot::Refused { .. }
             | FromRoot::Ping => {}
+        }
+    }
+
+    /// Has these workers run a set.
+    fn notify(&mut self, sequence: u64, set: &[Item], workers: Vec<WorkerId>) {
+        // The message may cross the report that a worker has gone.
+        let known = workers.into_iter();
+        let known = known.filter_map(|worker| self.members.instance(worker));
+        let notified = known.map(|who| PlanInput::Notified {
+            who,
+            sequence,
+            set: set.to_vec(),
+        });
+        let notified: Vec<_> = notified.collect();
+        self.step(notified);
+    }
+
+    /// Takes the sender's answer to a worker's question.
+    fn answered(&mut self, (worker, question): (WorkerId, u64), sequence: u64, set: Vec<Item>) {
+        // A question that was sent twice is answered twice.
+        if let Some(who) = self.members.asker(worker, question) {
+            self.step([PlanInput::Answered {
+                who,
+                question,
+                sequence,
+                set,
+            }]);
         }
     }
 
