@@ -180,7 +180,6 @@ impl BuiltinEnvs {
         });
         let weights: Vec<ByteSpan> = weights.collect();
         let rows = self.rows(&part, at, steps)?;
-        let len = self.task.observation_len();
         let options = RolloutOptions {
             max_frames_per_traj: part.longest,
             exploration: match part.is_greedy {
@@ -212,14 +211,7 @@ impl BuiltinEnvs {
         });
         done.map_err(|error| error.map_or_else(hollow, |error| rl_exception(py, error)))?;
         // What the environments show after the last step, for the next call.
-        self.fill(py, [(part.observations, len * 4)], |[observations]| {
-            let mut seen = vec![0.0_f32; len];
-            for (env, row) in observations.chunks_exact_mut(len * 4).enumerate() {
-                held.observe(env, &mut seen);
-                put(row, seen.iter().map(bytes));
-            }
-            Ok(())
-        })?;
+        self.observe(py, held, part.observations)?;
         Ok((under_way.lengths, under_way.traj_ids, under_way.next_id))
     }
 
@@ -270,6 +262,19 @@ impl BuiltinEnvs {
         };
         let filled = filled.map_err(|_| hollow())?;
         filled.map_err(|error| rl_exception(py, error))
+    }
+
+    /// Writes what each environment shows now into its row.
+    fn observe(&self, py: Python<'_>, held: &mut TaskRollout, rows: RawAddress) -> PyResult<()> {
+        let len = self.task.observation_len();
+        self.fill(py, [(rows, len * 4)], |[observations]| {
+            let mut seen = vec![0.0_f32; len];
+            for (env, row) in observations.chunks_exact_mut(len * 4).enumerate() {
+                held.observe(env, &mut seen);
+                put(row, seen.iter().map(bytes));
+            }
+            Ok(())
+        })
     }
 
     /// The actions in an array of them.

@@ -41,14 +41,7 @@ pub(crate) fn write(
     budget: u64,
 ) -> Result<Vec<FileEntry>> {
     let layout = snapshot.layout();
-    let metadata = HashMap::from([
-        ("format".to_owned(), "pt".to_owned()),
-        ("weightsync.model".to_owned(), snapshot.model().to_string()),
-        (
-            "weightsync.version".to_owned(),
-            snapshot.version().0.to_string(),
-        ),
-    ]);
+    let metadata = metadata_of(snapshot);
     let unable = |source| {
         StoreError::from(weightsync_engine::Error::File {
             action: "writing",
@@ -61,11 +54,7 @@ pub(crate) fn write(
     let mut files = Vec::new();
     let mut map = serde_json::Map::new();
     for (index, shard) in shards.iter().enumerate() {
-        // The names that transformers and vLLM look for.
-        let name = match shards.len() {
-            1 => format!("model{SAFETENSORS}"),
-            count => format!("model-{:05}-of-{count:05}{SAFETENSORS}", index + 1),
-        };
+        let name = shard_name(index, shards.len());
         // The index says for each tensor which file has it.
         for &tensor in &shard.tensors {
             let tensor = layout.tensors()[tensor].name.clone();
@@ -93,6 +82,27 @@ pub(crate) fn write(
         files.push(write_file(storage, dir, name, parts)?);
     }
     Ok(files)
+}
+
+/// The metadata of each file with weights.
+fn metadata_of(snapshot: &Snapshot) -> HashMap<String, String> {
+    HashMap::from([
+        ("format".to_owned(), "pt".to_owned()),
+        ("weightsync.model".to_owned(), snapshot.model().to_string()),
+        (
+            "weightsync.version".to_owned(),
+            snapshot.version().0.to_string(),
+        ),
+    ])
+}
+
+/// The name of a file with weights, one of `count`.
+fn shard_name(index: usize, count: usize) -> String {
+    // The names that transformers and vLLM look for.
+    match count {
+        1 => format!("model{SAFETENSORS}"),
+        count => format!("model-{:05}-of-{count:05}{SAFETENSORS}", index + 1),
+    }
 }
 
 /// Writes one file of a version.

@@ -112,6 +112,40 @@ impl Catalog {
         Ok(catalog)
     }
 
+    /// The runs whose versions are published, as the manifests say.
+    fn listed_runs(&self) -> Vec<PublishedRun> {
+        let mut runs = Vec::new();
+        for place in &self.places {
+            if runs.last().map(|run: &PublishedRun| run.epoch) != Some(place.epoch) {
+                runs.push(PublishedRun::none(place.epoch));
+            }
+            if let Some(run) = runs.last_mut() {
+                // What is listed between two versions of the chain is not a version.
+                let skipped = self.listed.iter().filter(|other| {
+                    let between = other.sequence > run.last && other.sequence < place.sequence;
+                    other.epoch == place.epoch && between
+                });
+                run.failed.extend(skipped.map(|other| other.sequence));
+                run.last = place.sequence;
+            }
+        }
+        runs
+    }
+
+    /// The highest epoch that has left a trace in the store.
+    fn highest_epoch(&self, storage: &dyn Storage, runs: &[PublishedRun]) -> Result<Epoch> {
+        let data = storage.list(DATA);
+        let data = data.map_err(StoreError::file("listing", storage.name(DATA)))?;
+        let data = data
+            .iter()
+            .filter_map(|name| name.parse::<VersionKey>().ok());
+        let data: Vec<_> = data.collect();
+        // Above every epoch that left a trace, also that of a writer that never published.
+        let epochs = self.listed.iter().chain(&data).map(|place| place.epoch);
+        let epochs = epochs.chain(runs.iter().map(|run| run.epoch));
+        Ok(epochs.max().unwrap_or(Epoch(0)))
+    }
+
     /// The head that says what this catalog found, for a writer that takes over.
     pub(crate) fn next_head(
         &self,
@@ -119,7 +153,7 @@ impl Catalog {
         id: [u8; 16],
         own: Option<Run>,
     ) -> Result<Head> {
-        let mut runs = Vec::new();
+        let mut runs;
         let mut dropped = BTreeSet::new();
         let versions;
         match &self.head {
@@ -132,33 +166,10 @@ impl Catalog {
             None => {
                 // Rebuilt from the manifests.
                 versions = self.versions(storage)?;
-                for place in &self.places {
-                    if runs.last().map(|run: &PublishedRun| run.epoch) != Some(place.epoch) {
-                        runs.push(PublishedRun::none(place.epoch));
-                    }
-                    if let Some(run) = runs.last_mut() {
-                        // What is listed between two versions of the chain is not a version.
-                        let skipped = self.listed.iter().filter(|other| {
-                            let between =
-                                other.sequence > run.last && other.sequence < place.sequence;
-                            other.epoch == place.epoch && between
-                        });
-                        run.failed.extend(skipped.map(|other| other.sequence));
-                        run.last = place.sequence;
-                    }
-                }
+                runs = self.listed_runs();
             }
         }
-        let data = storage.list(DATA);
-        let data = data.map_err(StoreError::file("listing", storage.name(DATA)))?;
-        let data = data
-            .iter()
-            .filter_map(|name| name.parse::<VersionKey>().ok());
-        let data: Vec<_> = data.collect();
-        // Above every epoch that left a trace, also that of a writer that never published.
-        let epochs = self.listed.iter().chain(&data).map(|place| place.epoch);
-        let epochs = epochs.chain(runs.iter().map(|run| run.epoch));
-        let highest = epochs.max().unwrap_or(Epoch(0));
+        let highest = self.highest_epoch(storage, &runs)?;
         let run = match own {
             Some(run) => run,
             None => Run {

@@ -88,7 +88,15 @@ pub(crate) fn make(
     }
     let parts = parts.into_iter();
     let parts = parts.map(|part| part.into_inner().unwrap_or_else(PoisonError::into_inner));
-    let parts: Vec<_> = parts.collect();
+    Some(EncodedChanges {
+        bytes: file_of(layout, parts.collect(), total),
+        elements: elements.into_inner(),
+        changed: changed.into_inner(),
+    })
+}
+
+/// The bytes of a file with these parts, `total` bytes in all.
+fn file_of(layout: &Layout, parts: Vec<(u32, Vec<u8>)>, total: u64) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(total as usize);
     // All lengths come first: a reader of one span seeks to its part.
     bytes.extend_from_slice(MAGIC);
@@ -100,11 +108,7 @@ pub(crate) fn make(
     for (_, part) in parts {
         bytes.extend_from_slice(&part);
     }
-    Some(EncodedChanges {
-        bytes,
-        elements: elements.into_inner(),
-        changed: changed.into_inner(),
-    })
+    bytes
 }
 
 /// Where the parts of a file lie.

@@ -179,13 +179,11 @@ pub(super) fn run(scheme: &AnyScheme, args: &LocalArgs) -> Result<(), Box<dyn Er
     if args.json {
         return Ok(print(&(serde_json::to_string(&figures)? + "\n"))?);
     }
-    let ms = |us: f64| {
-        if us < 1000.0 {
-            format!("{us:.1} µs")
-        } else {
-            format!("{:.2} ms", us / 1000.0)
-        }
-    };
+    Ok(print(&table(scheme, args, &figures))?)
+}
+
+/// The figures, for people to read.
+fn table(scheme: &AnyScheme, args: &LocalArgs, figures: &Figures) -> String {
     let set = match args.models {
         1 => String::new(),
         models => format!(" of {models} models"),
@@ -239,7 +237,16 @@ pub(super) fn run(scheme: &AnyScheme, args: &LocalArgs) -> Result<(), Box<dyn Er
         format!("{} MiB", figures.memory_bytes >> 20),
         figures.memory_bytes as f64 / figures.bytes as f64
     );
-    Ok(print(&text)?)
+    text
+}
+
+/// A time, in the unit that suits it.
+fn ms(us: f64) -> String {
+    if us < 1000.0 {
+        format!("{us:.1} µs")
+    } else {
+        format!("{:.2} ms", us / 1000.0)
+    }
 }
 
 /// Measures one arrangement.

@@ -119,13 +119,7 @@ pub fn compare(
 ) -> Result<FileComparison, Box<dyn Error>> {
     // Only tensors with one dtype and shape in both files are compared.
     let (mut rows, pairs) = pair(&a.layout()?, &b.layout()?);
-    // What a sender would have of these tensors: the delta is measured as it would be sent.
-    let tensors = pairs.iter().map(|pair| {
-        let tensor = &rows[pair.row].tensor;
-        (tensor.name.clone(), tensor.dtype, tensor.shape.clone())
-    });
-    // The layout of a sender: the delta is coded in its order, with its gaps.
-    let image = Layout::new(tensors)?;
+    let image = layout_of(&rows, &pairs)?;
     let mut sides = [
         Side::new(a, pairs.iter().map(|pair| pair.a)),
         Side::new(b, pairs.iter().map(|pair| pair.b)),
@@ -214,6 +208,17 @@ fn pair(a: &Layout, b: &Layout) -> (Vec<Row>, Vec<TensorPair>) {
     let more = more.filter(|tensor| a.index_of(&tensor.name).is_none());
     rows.extend(more.map(|tensor| Row::new(tensor, RowState::OnlyInB)));
     (rows, pairs)
+}
+
+/// The layout of a sender of the tensors that are compared.
+fn layout_of(rows: &[Row], pairs: &[TensorPair]) -> Result<Layout, Box<dyn Error>> {
+    // What a sender would have of these tensors: the delta is measured as it would be sent.
+    let tensors = pairs.iter().map(|pair| {
+        let tensor = &rows[pair.row].tensor;
+        (tensor.name.clone(), tensor.dtype, tensor.shape.clone())
+    });
+    // The layout of a sender: the delta is coded in its order, with its gaps.
+    Ok(Layout::new(tensors)?)
 }
 
 impl Row {

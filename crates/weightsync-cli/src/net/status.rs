@@ -58,23 +58,7 @@ fn ask(args: &SenderArgs) -> Result<Vec<SenderStatus>, Box<dyn Error>> {
 fn text(status: &SenderStatus) -> String {
     let newest: Vec<_> = status.models.iter().map(|model| model.version).collect();
     let mut text = String::new();
-    let models: Vec<_> = status
-        .models
-        .iter()
-        .map(|model| {
-            let changed = match (model.changed, model.delta_bytes) {
-                (Some(share), Some(delta)) => format!(
-                    " ({:.2} % changed, {} for {})",
-                    100.0 * share,
-                    bytes(delta),
-                    bytes(model.bytes)
-                ),
-                _ => String::new(),
-            };
-            format!("{} {}{changed}", shown(model.name.as_str()), model.version)
-        })
-        .collect();
-    let _ = writeln!(text, "{}  {}", shown(&status.run), models.join(", "));
+    let _ = writeln!(text, "{}  {}", shown(&status.run), models(status));
     if let Some(last) = &status.last_send {
         let _ = writeln!(
             text,
@@ -83,45 +67,13 @@ fn text(status: &SenderStatus) -> String {
             sent(last)
         );
     }
-    // Workers that are gone are in the list, but not in the count.
-    let there = status.workers.iter().filter(|worker| worker.gone.is_none());
-    let workers = counted(there.count(), "worker");
-    let relays = status.relays.iter().filter(|one| one.serves).count();
-    let _ = match (status.relays.len(), status.served) {
-        (0, 0) => writeln!(text, "{workers}"),
-        _ => writeln!(
-            text,
-            "{}, {workers}, {} sent in {}",
-            counted(relays, "relay"),
-            bytes(status.served),
-            seconds(status.up_seconds),
-        ),
-    };
+    let _ = writeln!(text, "{}", counts(status));
     let sender = match status.pid {
         0 => "no sender is there now".into(),
         pid => format!("sender {} (pid {pid})", shown(&status.address)),
     };
     let _ = writeln!(text, "{sender}");
-    let mut tree = RelayTree {
-        below: BTreeMap::new(),
-        workers: BTreeMap::new(),
-        newest: &newest,
-    };
-    let mut unreached = Vec::new();
-    for relay in &status.relays {
-        // Relays by their parent, so the tree can be walked from the sender, which is agent 0.
-        tree.below.entry(relay.parent).or_default().push(relay);
-    }
-    for worker in &status.workers {
-        match worker.route {
-            // These workers have no relay between, so they hang on the sender.
-            WorkerRoute::Memory | WorkerRoute::Http | WorkerRoute::Store => {
-                tree.worker_at(0, worker)
-            }
-            WorkerRoute::Agent(agent) => tree.worker_at(agent, worker),
-            WorkerRoute::Unreached => unreached.push(worker),
-        }
-    }
+    let (mut tree, unreached) = RelayTree::of(status, &newest);
     tree.branches(&mut text, "", 0);
     // Nothing of it is hidden, although it is in no tree.
     while let Some(agent) = tree.first() {
@@ -141,6 +93,44 @@ fn text(status: &SenderStatus) -> String {
         );
     }
     text
+}
+
+/// The models, and how much of each the newest version changed.
+fn models(status: &SenderStatus) -> String {
+    let models: Vec<_> = status
+        .models
+        .iter()
+        .map(|model| {
+            let changed = match (model.changed, model.delta_bytes) {
+                (Some(share), Some(delta)) => format!(
+                    " ({:.2} % changed, {} for {})",
+                    100.0 * share,
+                    bytes(delta),
+                    bytes(model.bytes)
+                ),
+                _ => String::new(),
+            };
+            format!("{} {}{changed}", shown(model.name.as_str()), model.version)
+        })
+        .collect();
+    models.join(", ")
+}
+
+/// How many relays and workers there are, and how much was sent to other hosts.
+fn counts(status: &SenderStatus) -> String {
+    // Workers that are gone are in the list, but not in the count.
+    let there = status.workers.iter().filter(|worker| worker.gone.is_none());
+    let workers = counted(there.count(), "worker");
+    let relays = status.relays.iter().filter(|one| one.serves).count();
+    match (status.relays.len(), status.served) {
+        (0, 0) => workers,
+        _ => format!(
+            "{}, {workers}, {} sent in {}",
+            counted(relays, "relay"),
+            bytes(status.served),
+            seconds(status.up_seconds),
+        ),
+    }
 }
 
 /// The last send, as words.
@@ -165,6 +155,30 @@ struct RelayTree<'a> {
 }
 
 impl<'a> RelayTree<'a> {
+    /// The relays and the workers of a sender, and the workers that it does not reach.
+    fn of(status: &'a SenderStatus, newest: &'a [Version]) -> (Self, Vec<&'a WorkerStatus>) {
+        let mut tree = Self {
+            below: BTreeMap::new(),
+            workers: BTreeMap::new(),
+            newest,
+        };
+        let mut unreached = Vec::new();
+        for relay in &status.relays {
+            // Relays by their parent, so the tree can be walked from the sender, which is agent 0.
+            tree.below.entry(relay.parent).or_default().push(relay);
+        }
+        for worker in &status.workers {
+            match worker.route {
+                // These workers have no relay between, so they hang on the sender.
+                WorkerRoute::Memory | WorkerRoute::Http | WorkerRoute::Store => {
+                    tree.worker_at(0, worker)
+                }
+                WorkerRoute::Agent(agent) => tree.worker_at(agent, worker),
+                WorkerRoute::Unreached => unreached.push(worker),
+            }
+        }
+        (tree, unreached)
+    }
     fn worker_at(&mut self, agent: u64, worker: &'a WorkerStatus) {
         self.workers.entry(agent).or_default().push(worker);
     }

@@ -25,50 +25,9 @@ const KEYS: [&str; 11] = [
 /// The settings of `serve`, in TOML.
 pub fn translate(yaml: &str) -> Result<String, String> {
     let all: Value = serde_saphyr::from_str(yaml).map_err(|error| error.to_string())?;
-    let block = match all.get("synchronizer") {
-        Some(Value::Object(block)) => block,
-        Some(_) => return Err("expected keys and values in `synchronizer:`".into()),
-        None => return Err("there is no block `synchronizer:`".into()),
-    };
-    // An unknown key is an error: it may be a spelling of one that matters.
-    for key in block.keys() {
-        if !KEYS.contains(&key.as_str()) {
-            return Err(format!(
-                "there is no setting synchronizer.{key}; {}",
-                nearest(key, &KEYS)
-            ));
-        }
-    }
-    let word = |key: &str, default: &str| match block.get(key) {
-        None | Some(Value::Null) => Ok(default.to_owned()),
-        Some(Value::String(word)) => Ok(word.to_lowercase()),
-        Some(other) => Err(format!("synchronizer.{key}: expected a word, got {other}")),
-    };
-    let method = match word("sync_method", "nccl")?.as_str() {
-        "nccl" | "online" => "nccl",
-        "memory" => "memory",
-        "checkpoint" | "offline" => "checkpoint",
-        other => {
-            let known = ["nccl", "memory", "checkpoint", "online", "offline"];
-            return Err(format!(
-                "there is no sync_method {other}; {}",
-                nearest(other, &known)
-            ));
-        }
-    };
-    let style = match word("sync_style", "fixed")?.as_str() {
-        "fixed" => "fixed",
-        "dynamic_by_explorer" | "explorer_driven" => "explorer_driven",
-        "dynamic_by_trainer" | "trainer_driven" => "trainer_driven",
-        "fully_async" => "fully_async",
-        other => {
-            let known = ["fixed", "explorer_driven", "trainer_driven", "fully_async"];
-            return Err(format!(
-                "there is no sync_style {other}; {}",
-                nearest(other, &known)
-            ));
-        }
-    };
+    let block = block_of(&all)?;
+    let method = method_of(block)?;
+    let style = style_of(block)?;
     let interval = number(block, "sync_interval")?.unwrap_or(1);
     if interval == 0 {
         return Err("synchronizer.sync_interval: expected 1 step or more, got 0".into());
@@ -104,6 +63,70 @@ pub fn translate(yaml: &str) -> Result<String, String> {
         note("wait_for_checkpoint is not needed: a version can be had once it is whole".into());
     }
     Ok(text)
+}
+
+/// The block with Trinity's settings of its synchronizer.
+///
+/// # Errors
+///
+/// It is not there, or has a key that Trinity does not know.
+fn block_of(all: &Value) -> Result<&Map<String, Value>, String> {
+    let block = match all.get("synchronizer") {
+        Some(Value::Object(block)) => block,
+        Some(_) => return Err("expected keys and values in `synchronizer:`".into()),
+        None => return Err("there is no block `synchronizer:`".into()),
+    };
+    // An unknown key is an error: it may be a spelling of one that matters.
+    for key in block.keys() {
+        if !KEYS.contains(&key.as_str()) {
+            return Err(format!(
+                "there is no setting synchronizer.{key}; {}",
+                nearest(key, &KEYS)
+            ));
+        }
+    }
+    Ok(block)
+}
+
+/// The method of `serve` for Trinity's.
+fn method_of(block: &Map<String, Value>) -> Result<&'static str, String> {
+    match word(block, "sync_method", "nccl")?.as_str() {
+        "nccl" | "online" => Ok("nccl"),
+        "memory" => Ok("memory"),
+        "checkpoint" | "offline" => Ok("checkpoint"),
+        other => {
+            let known = ["nccl", "memory", "checkpoint", "online", "offline"];
+            Err(format!(
+                "there is no sync_method {other}; {}",
+                nearest(other, &known)
+            ))
+        }
+    }
+}
+
+/// The style of `serve` for Trinity's.
+fn style_of(block: &Map<String, Value>) -> Result<&'static str, String> {
+    match word(block, "sync_style", "fixed")?.as_str() {
+        "fixed" => Ok("fixed"),
+        "dynamic_by_explorer" | "explorer_driven" => Ok("explorer_driven"),
+        "dynamic_by_trainer" | "trainer_driven" => Ok("trainer_driven"),
+        "fully_async" => Ok("fully_async"),
+        other => {
+            let known = ["fixed", "explorer_driven", "trainer_driven", "fully_async"];
+            Err(format!(
+                "there is no sync_style {other}; {}",
+                nearest(other, &known)
+            ))
+        }
+    }
+}
+
+fn word(block: &Map<String, Value>, key: &str, default: &str) -> Result<String, String> {
+    match block.get(key) {
+        None | Some(Value::Null) => Ok(default.to_owned()),
+        Some(Value::String(word)) => Ok(word.to_lowercase()),
+        Some(other) => Err(format!("synchronizer.{key}: expected a word, got {other}")),
+    }
 }
 
 fn number(block: &Map<String, Value>, key: &str) -> Result<Option<u64>, String> {

@@ -274,6 +274,58 @@ impl Core {
         self.heard.pop_front().or_else(|| self.crew.hear(timeout))
     }
 
+    /// Asks a worker for a part. If that fails, the schedule learns it.
+    ///
+    /// # Errors
+    ///
+    /// Those of the worker's channel.
+    fn ask(
+        &mut self,
+        worker: usize,
+        request: &Collect,
+        deadline: Option<Instant>,
+    ) -> Result<(), Error> {
+        let asked = self.crew.ask(worker, request, left(deadline));
+        if asked.is_err() {
+            self.not_asked(worker, request.ticket);
+        }
+        asked
+    }
+
+    /// Tells the schedule that a worker was not asked.
+    fn not_asked(&mut self, worker: usize, ticket: u64) {
+        self.schedule
+            .step(ScheduleEvent::NotAsked { worker, ticket });
+    }
+
+    /// Goes on without a worker.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Sender::forget`].
+    fn abandon(&mut self, worker: usize, deaths: u32) -> Result<(), Error> {
+        // Reports have no lines of it any more.
+        self.sender.forget([id(worker)])?;
+        let exit = self.workers[worker].ended.take();
+        self.abandoned.push(Abandoned {
+            worker: id(worker),
+            deaths,
+            // The schedule gives a worker up only after its end.
+            exit: exit.expect("it has been heard to end"),
+        });
+        Ok(())
+    }
+
+    /// The error of a batch that needs a worker which cannot be kept alive.
+    fn keeps_dying(&self, worker: usize, deaths: u32) -> Error {
+        let exit = self.workers[worker].ended.clone();
+        Error::KeepsDying {
+            worker: id(worker),
+            deaths,
+            exit: Box::new(exit.expect("it has been heard to end")),
+        }
+    }
+
     /// Performs effects in their order, with the part that was just heard; true
     /// once the batch is whole.
     fn perform(
@@ -300,8 +352,7 @@ impl Core {
                 ScheduleEffect::Clear { worker } => self.workers[worker].part = None,
                 // Without this the schedule would wait for a part that no worker was asked for.
                 ScheduleEffect::Ask { worker, ticket, .. } if failed.is_some() => {
-                    self.schedule
-                        .step(ScheduleEvent::NotAsked { worker, ticket });
+                    self.not_asked(worker, ticket);
                 }
                 _ if failed.is_some() => {}
                 ScheduleEffect::Ask {
@@ -316,35 +367,16 @@ impl Core {
                         version,
                         random,
                     };
-                    if let Err(error) = self.crew.ask(worker, &request, left(deadline)) {
-                        self.schedule
-                            .step(ScheduleEvent::NotAsked { worker, ticket });
-                        failed = Some(error);
-                    }
+                    failed = self.ask(worker, &request, deadline).err();
                 }
                 ScheduleEffect::Start { worker } => match self.start(worker) {
                     Ok(()) => effects.extend(self.schedule.step(ScheduleEvent::Started { worker })),
                     Err(error) => failed = Some(error),
                 },
                 ScheduleEffect::Kill { worker } => failed = self.crew.kill(worker).err(),
-                ScheduleEffect::Abandon { worker, deaths } => {
-                    // Reports have no lines of it any more.
-                    self.sender.forget([id(worker)])?;
-                    let exit = self.workers[worker].ended.take();
-                    self.abandoned.push(Abandoned {
-                        worker: id(worker),
-                        deaths,
-                        // The schedule gives a worker up only after its end.
-                        exit: exit.expect("it has been heard to end"),
-                    });
-                }
+                ScheduleEffect::Abandon { worker, deaths } => self.abandon(worker, deaths)?,
                 ScheduleEffect::GiveUp { worker, deaths } => {
-                    let exit = self.workers[worker].ended.clone();
-                    failed = Some(Error::KeepsDying {
-                        worker: id(worker),
-                        deaths,
-                        exit: Box::new(exit.expect("it has been heard to end")),
-                    });
+                    failed = Some(self.keeps_dying(worker, deaths));
                 }
             }
         }

@@ -1,5 +1,6 @@
 //! The HTTP server: which connections it accepts, and how many at a time.
 
+use std::convert::Infallible;
 use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::pin::Pin;
@@ -24,7 +25,7 @@ use rustix::io::Errno;
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Sleep, sleep, timeout};
 use weightsync_engine::transport::raise_files;
 use weightsync_mem::threads::LockExt as _;
 use weightsync_net::admission::{Admitted, ConnectionLimits, Doing, Full};
@@ -239,6 +240,52 @@ impl Visit {
             admission: self.admission.clone(),
             number,
         })
+    }
+
+    /// Answers a request of the connection. Without the right bearer, only health checks have an
+    /// answer.
+    fn answer(
+        &self,
+        request: Request<Incoming>,
+        router: TowerToHyperService<Router>,
+        is_plain: bool,
+    ) -> impl Future<Output = Result<Response<Body>, Infallible>> + use<> {
+        let admission = &self.admission;
+        // A plain request that must be encrypted is refused also with the right bearer: anyone on
+        // the way may have read it.
+        let is_in = !is_plain && admission.bearer.is_in(request.headers());
+        let asks_health = request.method() == Method::GET && request.uri().path() == HEALTH;
+        // The busy mark begins before the handler runs: from here on the connection is not closed
+        // for another one.
+        let busy = is_in.then(|| self.asks());
+        let unsent = self.unsent.clone();
+        let challenge = (!is_plain).then(|| admission.bearer.challenge());
+        // Health checks are not logged. All other refusals are, once a minute for each cause.
+        if is_plain || !(is_in || asks_health) {
+            let cause = if is_plain {
+                Cause::Plain
+            } else {
+                Cause::Bearer
+            };
+            admission.complain(cause, &self.from);
+        }
+        async move {
+            match (busy, challenge) {
+                (_, Some(_)) if asks_health => Ok(Response::default()),
+                (Some(Ok(busy)), _) => {
+                    let answer = router.call(request).await;
+                    answer.map(|answer| {
+                        answer.map(|body| {
+                            let busy = Some(busy);
+                            Body::new(AnswerBody { body, busy, unsent })
+                        })
+                    })
+                }
+                (Some(Err(_)), _) => Ok(no_room()),
+                (None, Some(challenge)) => Ok(turned_away(challenge)),
+                (None, None) => Ok(needs_tls()),
+            }
+        }
     }
 
     fn is_known(&self) -> bool {
@@ -464,63 +511,15 @@ async fn connection(
     // One clock for the handshake and the first request with the bearer.
     let late = sleep(visit.limits.patience);
     tokio::pin!(late);
-    let accepted = tokio::select! {
-        // What a client has sent by then is read.
-        biased;
-        accepted = encrypted(stream, *peer, admission) => accepted,
-        () = &mut late => {
-            admission.complain(Cause::Slow, peer);
-            None
-        }
-        () = visit.is_closed() => None,
-        () = stopping.wait() => None,
-    };
-    let Some((stream, is_plain)) = accepted else {
+    let encrypted = handshake(stream, &visit, late.as_mut(), &mut stopping).await;
+    let Some((stream, is_plain)) = encrypted else {
         return;
     };
     // The certificate belongs to the connection, so its part is read once for all requests.
-    let came = ConnectionInfo {
-        from: peer.ip().to_canonical(),
-        is_encrypted: stream.is_encrypted(),
-        part: stream.part(),
-    };
+    let came = ConnectionInfo::of(&stream, peer);
     let service = service_fn(|mut request: Request<Incoming>| {
         request.extensions_mut().insert(came);
-        // A plain request that must be encrypted is refused also with the right bearer: anyone on
-        // the way may have read it.
-        let is_in = !is_plain && admission.bearer.is_in(request.headers());
-        let asks_health = request.method() == Method::GET && request.uri().path() == HEALTH;
-        // The busy mark begins before the handler runs: from here on the connection is not closed
-        // for another one.
-        let busy = is_in.then(|| visit.asks());
-        let (router, unsent) = (router.clone(), visit.unsent.clone());
-        let challenge = (!is_plain).then(|| admission.bearer.challenge());
-        // Health checks are not logged. All other refusals are, once a minute for each cause.
-        if is_plain || !(is_in || asks_health) {
-            let cause = if is_plain {
-                Cause::Plain
-            } else {
-                Cause::Bearer
-            };
-            admission.complain(cause, &peer);
-        }
-        async move {
-            match (busy, challenge) {
-                (_, Some(_)) if asks_health => Ok(Response::default()),
-                (Some(Ok(busy)), _) => {
-                    let answer = router.call(request).await;
-                    answer.map(|answer| {
-                        answer.map(|body| {
-                            let busy = Some(busy);
-                            Body::new(AnswerBody { body, busy, unsent })
-                        })
-                    })
-                }
-                (Some(Err(_)), _) => Ok(no_room()),
-                (None, Some(challenge)) => Ok(turned_away(challenge)),
-                (None, None) => Ok(needs_tls()),
-            }
-        }
+        visit.answer(request, router.clone(), is_plain)
     });
     let stream = AnswerStream {
         stream: TokioIo::new(stream),
@@ -570,6 +569,38 @@ pub(crate) struct ConnectionInfo {
     pub(crate) is_encrypted: bool,
     /// What the client is, by its certificate.
     pub(crate) part: Option<CertificateRole>,
+}
+
+impl ConnectionInfo {
+    fn of(stream: &AsyncStream, peer: &SocketAddr) -> Self {
+        Self {
+            from: peer.ip().to_canonical(),
+            is_encrypted: stream.is_encrypted(),
+            part: stream.part(),
+        }
+    }
+}
+
+/// Does the handshake of a connection, as [`encrypted`]. `None` also if the time is over before its
+/// end, or if the connection or the server is closed.
+async fn handshake(
+    stream: TcpStream,
+    visit: &Visit,
+    late: Pin<&mut Sleep>,
+    stopping: &mut Stopping,
+) -> Option<(AsyncStream, bool)> {
+    let (admission, peer) = (&visit.admission, &visit.from);
+    tokio::select! {
+        // What a client has sent by then is read.
+        biased;
+        accepted = encrypted(stream, *peer, admission) => accepted,
+        () = late => {
+            admission.complain(Cause::Slow, peer);
+            None
+        }
+        () = visit.is_closed() => None,
+        () = stopping.wait() => None,
+    }
 }
 
 /// The connection, encrypted if it is to be, and whether it is plain and must not be. None: it has

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::synchronizer::Method;
 use weightsync_engine::transport::{Deadline, deadline};
-use weightsync_engine::{InitInfo, Result, Version};
+use weightsync_engine::{Error, InitInfo, Result, Version};
 
 use weightsync_mem::left;
 
@@ -145,23 +145,7 @@ impl Explorer {
                     self.runs(version);
                     self.say_loaded()
                 }
-                Err(error) => {
-                    let reason = error.to_string();
-                    let failed = Request::LoadFailed {
-                        version,
-                        reason: short(&reason),
-                    };
-                    let told = self.membership.say(failed);
-                    let is_mended = is_mended(&error);
-                    // If the service has ended the sync meanwhile, its answer stands.
-                    match told {
-                        Ok(Reply::Synced(answer)) if is_mended => Ok(self.labelled(answer)),
-                        Err(Unanswered::Away(_)) if is_mended => {
-                            Ok(self.not_synced(Ended::Failed, reason))
-                        }
-                        _ => Err(error),
-                    }
-                }
+                Err(error) => self.say_load_failed(version, error),
             };
         }
     }
@@ -240,6 +224,27 @@ impl Explorer {
         // The two go together: a number means nothing in another lineage.
         self.membership.join.version = version;
         self.membership.join.lineage = self.membership.joined.lineage;
+    }
+
+    /// Says that a version could not be loaded.
+    ///
+    /// # Errors
+    ///
+    /// The error that it is told, if no retry mends it.
+    fn say_load_failed(&mut self, version: Version, error: Error) -> Result<SyncAnswer> {
+        let reason = error.to_string();
+        let failed = Request::LoadFailed {
+            version,
+            reason: short(&reason),
+        };
+        let told = self.membership.say(failed);
+        let is_mended = is_mended(&error);
+        // If the service has ended the sync meanwhile, its answer stands.
+        match told {
+            Ok(Reply::Synced(answer)) if is_mended => Ok(self.labelled(answer)),
+            Err(Unanswered::Away(_)) if is_mended => Ok(self.not_synced(Ended::Failed, reason)),
+            _ => Err(error),
+        }
     }
 
     fn say_loaded(&mut self) -> Result<SyncAnswer> {

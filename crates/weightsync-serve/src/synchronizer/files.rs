@@ -97,37 +97,12 @@ pub(super) async fn file(
         Ok(models) => models,
         Err(refusal) => return *refusal,
     };
-    let name = file.strip_suffix(ENDING);
-    let Some(model) = models
-        .iter()
-        .find(|model| Some(model.model().as_str()) == name)
-    else {
-        let known: Vec<_> = models
-            .iter()
-            .map(|model| format!("{}{ENDING}", model.model()))
-            .collect();
-        let reason = format!(
-            "{version} has no file {file:?}: it has {}",
-            known.join(", ")
-        );
-        return refused(StatusCode::NOT_FOUND, reason);
+    let model = match model_of(&models, &version, &file) {
+        Ok(model) => model,
+        Err(reason) => return refused(StatusCode::NOT_FOUND, reason),
     };
-    // The run is part of the tag: another run may give the same number to other weights.
-    let run = model.run().id.map(|byte| format!("{byte:02x}")).concat();
-    let tag = format!("\"{}-{run}\"", model.version());
-    let of_version = [
-        (ETAG, HeaderValue::from_str(&tag)),
-        (
-            NUMBER,
-            HeaderValue::from_str(&model.version().0.to_string()),
-        ),
-    ];
-    let mut headers = HeaderMap::new();
-    for (name, value) in of_version {
-        if let Ok(value) = value {
-            headers.insert(name, value);
-        }
-    }
+    let tag = tag_of(model);
+    let mut headers = version_headers(model, &tag);
     // A client that has these bytes gets none, and nothing is read for it.
     let known = request
         .get(IF_NONE_MATCH)
@@ -136,15 +111,10 @@ pub(super) async fn file(
         return (StatusCode::NOT_MODIFIED, headers).into_response();
     }
     // Before the first byte goes out: a damaged version of the store is never sent in part.
-    if let VersionWeights::Stored(stored) = model {
-        match compare(stored.clone(), &serving.app.compares).await {
-            Some(Ok(())) => {}
-            Some(Err(error)) => return refused(StatusCode::NOT_FOUND, error.to_string()),
-            None => {
-                let reason = "the version could not be compared: ask again";
-                return refused(StatusCode::SERVICE_UNAVAILABLE, reason.into());
-            }
-        }
+    if let VersionWeights::Stored(stored) = model
+        && let Err((status, reason)) = verify(stored, &serving.app.compares).await
+    {
+        return refused(status, reason);
     }
     let file = match File::of(model.clone()) {
         Ok(file) => file,
@@ -165,6 +135,76 @@ pub(super) async fn file(
     range::describe(&mut headers, status, &part, all);
     let body = FileBody::new(file, part, &serving.app.pieces);
     (status, headers, Body::new(body)).into_response()
+}
+
+/// The model that a file of a version has.
+///
+/// # Errors
+///
+/// The version has no such file.
+fn model_of<'a>(
+    models: &'a [VersionWeights],
+    version: &str,
+    file: &str,
+) -> Result<&'a VersionWeights, String> {
+    let name = file.strip_suffix(ENDING);
+    let model = models
+        .iter()
+        .find(|model| Some(model.model().as_str()) == name);
+    model.ok_or_else(|| {
+        let known: Vec<_> = models
+            .iter()
+            .map(|model| format!("{}{ENDING}", model.model()))
+            .collect();
+        format!(
+            "{version} has no file {file:?}: it has {}",
+            known.join(", ")
+        )
+    })
+}
+
+/// The tag by which a client knows a file again.
+fn tag_of(model: &VersionWeights) -> String {
+    // The run is part of the tag: another run may give the same number to other weights.
+    let run = model.run().id.map(|byte| format!("{byte:02x}")).concat();
+    format!("\"{}-{run}\"", model.version())
+}
+
+/// The headers that say which version a file has.
+fn version_headers(model: &VersionWeights, tag: &str) -> HeaderMap {
+    let of_version = [
+        (ETAG, HeaderValue::from_str(tag)),
+        (
+            NUMBER,
+            HeaderValue::from_str(&model.version().0.to_string()),
+        ),
+    ];
+    let mut headers = HeaderMap::new();
+    for (name, value) in of_version {
+        if let Ok(value) = value {
+            headers.insert(name, value);
+        }
+    }
+    headers
+}
+
+/// Checks that a version of the store is as it was saved.
+///
+/// # Errors
+///
+/// The version is damaged, or there was no turn to read it.
+async fn verify(
+    stored: &Arc<StoredWeights>,
+    turns: &BlockingTurns,
+) -> Result<(), (StatusCode, String)> {
+    match compare(stored.clone(), turns).await {
+        Some(Ok(())) => Ok(()),
+        Some(Err(error)) => Err((StatusCode::NOT_FOUND, error.to_string())),
+        None => {
+            let reason = "the version could not be compared: ask again";
+            Err((StatusCode::SERVICE_UNAVAILABLE, reason.into()))
+        }
+    }
 }
 
 /// Compares a version of the store with its digest, as long as somebody waits for that.

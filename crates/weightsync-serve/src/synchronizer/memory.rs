@@ -159,22 +159,37 @@ impl HeldVersions {
             }
             Err(error) => return Err(error),
         }
-        // The saver gets snapshots of the service's own segment, which need no trainer.
         if let (Some(saver), Some(sender)) = (&self.0.saver, &*sender) {
-            let models = sender.models();
-            let kept = models.map(|model| sender.snapshot_of(model.as_str()));
-            let saving = saver.save(kept.collect::<Result<_>>()?);
-            self.saves().push((version, saving));
+            self.save(saver, sender, version)?;
         }
         // Others learn of the version only now, when explorers can have it.
+        self.show(sender.as_ref(), version);
+        Ok(version)
+    }
+
+    /// Begins to save the version that was just passed on.
+    ///
+    /// # Errors
+    ///
+    /// As [`Sender::snapshot_of`].
+    fn save(&self, saver: &Saver, sender: &Sender, version: Version) -> Result<()> {
+        // The saver gets snapshots of the service's own segment, which need no trainer.
+        let models = sender.models();
+        let kept = models.map(|model| sender.snapshot_of(model.as_str()));
+        let saving = saver.save(kept.collect::<Result<_>>()?);
+        self.saves().push((version, saving));
+        Ok(())
+    }
+
+    /// Shows a version as the newest, and no longer those that are not kept.
+    fn show(&self, sender: Option<&Sender>, version: Version) {
         let mut seen = self.seen();
-        seen.info = sender.as_ref().map(Sender::init_info);
+        seen.info = sender.map(Sender::init_info);
         seen.newest = version;
         seen.versions.push(version);
         let most = usize::from(self.0.history) + 1;
         let old = seen.versions.len().saturating_sub(most);
         seen.versions.drain(..old);
-        Ok(version)
     }
 
     fn open(&self, set: &[Snapshot], all: &Set<'_>, first: Version) -> Result<Sender> {

@@ -104,20 +104,7 @@ impl ServiceThread {
         if !found.weights.is_empty() {
             held.publish(&found.weights, || true)?;
         }
-        let newest = found.newest;
-        // A version of the store whose step is not on record counts as made at step 0.
-        let with_step = newest.map(|(version, step)| (version, step.unwrap_or_default()));
-        let mut core = Synchronizer::new(method, with_step, found.record.epoch);
-        // Numbers that an earlier life gave out are used up: other weights must never get one of
-        // them.
-        if let Some((version, _)) = found.record.steps.last_key_value() {
-            core.saw(Version(*version));
-        }
-        core.saw(Version(found.record.highest));
-        // With a store or a setting the method is the operator's choice, which no trainer changes.
-        if options.method.is_some() || options.lasting.store.is_some() {
-            core.fix_method();
-        }
+        let core = core_of(&options, found.newest, &found.record);
         let steps = found.record.steps.iter();
         let known: BTreeMap<Version, u64> = steps
             .map(|(version, step)| (Version(*version), *step))
@@ -131,19 +118,7 @@ impl ServiceThread {
             last: u64::from_le_bytes(random()?) >> 16,
             number: 0,
             workers: BTreeMap::new(),
-            // Versions that the store has newer ones of come from the record. The newest comes from
-            // the store.
-            published: known
-                .iter()
-                .map(|(version, step)| (*version, Some(*step)))
-                .filter(|(version, _)| newest.is_some_and(|(newest, _)| *version < newest))
-                .chain(newest)
-                .map(|(version, step)| AvailableVersion {
-                    version,
-                    step,
-                    at_ms: None,
-                })
-                .collect(),
+            published: available(&known, found.newest),
             steps: known,
             counts: Counts::default(),
             source: found.source,
@@ -264,6 +239,48 @@ struct PartyRecord {
     reason: Option<String>,
     /// The answer of a meeting that ended while the trainer was sending.
     met: Option<TrainerAnswer>,
+}
+
+/// What decides, with all that an earlier life of the service has left.
+fn core_of(
+    options: &ServiceOptions,
+    newest: Option<(Version, Option<u64>)>,
+    record: &ServiceRecord,
+) -> Synchronizer {
+    // A version of the store whose step is not on record counts as made at step 0.
+    let with_step = newest.map(|(version, step)| (version, step.unwrap_or_default()));
+    let mut core = Synchronizer::new(options.first_method(), with_step, record.epoch);
+    // Numbers that an earlier life gave out are used up: other weights must never get one of
+    // them.
+    if let Some((version, _)) = record.steps.last_key_value() {
+        core.saw(Version(*version));
+    }
+    core.saw(Version(record.highest));
+    // With a store or a setting the method is the operator's choice, which no trainer changes.
+    if options.method.is_some() || options.lasting.store.is_some() {
+        core.fix_method();
+    }
+    core
+}
+
+/// The versions that can be had when a service starts.
+fn available(
+    known: &BTreeMap<Version, u64>,
+    newest: Option<(Version, Option<u64>)>,
+) -> VecDeque<AvailableVersion> {
+    // Versions that the store has newer ones of come from the record. The newest comes from
+    // the store.
+    known
+        .iter()
+        .map(|(version, step)| (*version, Some(*step)))
+        .filter(|(version, _)| newest.is_some_and(|(newest, _)| *version < newest))
+        .chain(newest)
+        .map(|(version, step)| AvailableVersion {
+            version,
+            step,
+            at_ms: None,
+        })
+        .collect()
 }
 
 /// A version that can be had.

@@ -14,7 +14,7 @@ use hyper::header::{
 use prometheus::core::Collector;
 use prometheus::{IntCounter, IntGauge, Opts, Registry, TextEncoder};
 use tokio::sync::broadcast::error::RecvError;
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, interval, sleep_until};
 
 use super::events::EventRecord;
@@ -112,6 +112,34 @@ fn exposition(status: &ServiceStatus) -> String {
         "Explorers that are there.",
         [(None, status.explorers.len() as u64)],
     );
+    describe_explorers(&mut metrics, status);
+    metrics.counter(
+        "versions_published_total",
+        "Versions that were published.",
+        [(None, status.counts.published)],
+    );
+    let ended = status.counts.ended.iter();
+    metrics.counter(
+        "syncs_total",
+        "Syncs of explorers, by how they ended.",
+        ended.map(|(how, count)| (Some(("ended", *how)), *count)),
+    );
+    let saves = status.counts.saves.iter();
+    metrics.counter(
+        "saves_total",
+        "Versions that were to be saved in the store, by how that ended.",
+        saves.map(|(how, count)| (Some(("ended", *how)), *count)),
+    );
+    metrics.counter(
+        "requests_total",
+        "Requests of parties.",
+        [(None, status.counts.requests)],
+    );
+    metrics.text()
+}
+
+/// Adds the metrics of each explorer.
+fn describe_explorers(metrics: &mut Metrics, status: &ServiceStatus) {
     type Value = fn(&ExplorerStatus) -> u64;
     let of_explorers: [(&str, &str, Value); 4] = [
         (
@@ -138,29 +166,6 @@ fn exposition(status: &ServiceStatus) -> String {
         let values = explorers.map(|one| (Some(("explorer", &*one.line.name)), value(one)));
         metrics.gauge(name, help, values);
     }
-    metrics.counter(
-        "versions_published_total",
-        "Versions that were published.",
-        [(None, status.counts.published)],
-    );
-    let ended = status.counts.ended.iter();
-    metrics.counter(
-        "syncs_total",
-        "Syncs of explorers, by how they ended.",
-        ended.map(|(how, count)| (Some(("ended", *how)), *count)),
-    );
-    let saves = status.counts.saves.iter();
-    metrics.counter(
-        "saves_total",
-        "Versions that were to be saved in the store, by how that ended.",
-        saves.map(|(how, count)| (Some(("ended", *how)), *count)),
-    );
-    metrics.counter(
-        "requests_total",
-        "Requests of parties.",
-        [(None, status.counts.requests)],
-    );
-    metrics.text()
 }
 
 /// A label's name and value.
@@ -232,18 +237,11 @@ pub(super) async fn events(State(serving): State<Arc<RouteState>>, request: Head
         let reason = "as many read events as may at a time: close one, or ask for /v1/status";
         return refused(StatusCode::SERVICE_UNAVAILABLE, reason.into());
     };
-    // A browser that connects again names the last event it has seen, and gets those after it.
-    let last = request
-        .get(LAST_EVENT)
-        .and_then(|last| last.to_str().ok()?.parse().ok());
     // Events up to now come from the list, later ones from the channel. None is missed between
     // them.
-    let (kept, mut live) = serving.app.events.after(last.unwrap_or(0));
+    let (kept, mut live) = serving.app.events.after(last_seen(&request));
     let mut changes = serving.app.events.changes();
-    let (lines, mut response) = LinesBody::answer(WAITING);
-    let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
-    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    let (lines, response) = event_stream();
     let mut stopping = serving.stopping.clone();
     tokio::spawn(async move {
         // Released when the task ends, whatever ends it.
@@ -292,6 +290,24 @@ pub(super) async fn events(State(serving): State<Arc<RouteState>>, request: Head
         }
     });
     response
+}
+
+/// The number of the last event that a reader has seen. 0 if it has seen none.
+fn last_seen(request: &HeaderMap) -> u64 {
+    // A browser that connects again names the last event it has seen, and gets those after it.
+    let last = request
+        .get(LAST_EVENT)
+        .and_then(|last| last.to_str().ok()?.parse().ok());
+    last.unwrap_or(0)
+}
+
+/// An answer that goes on, and what takes its messages.
+fn event_stream() -> (mpsc::Sender<Bytes>, Response) {
+    let (lines, mut response) = LinesBody::answer(WAITING);
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    (lines, response)
 }
 
 fn message(record: &EventRecord) -> Bytes {

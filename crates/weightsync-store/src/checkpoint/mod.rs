@@ -153,13 +153,7 @@ impl Checkpoint {
         let mut unlisted = Vec::new();
         // Each tensor comes from one file, and the index, if there is one, agrees.
         for (number, path) in names.iter().enumerate() {
-            let opened = reach.open(path)?;
-            // Asked before the file is parsed, so that the error says how to convert it.
-            let is_pickled = pickle::is_one(path, &opened);
-            let file = SafetensorsFile::of(opened, path).map_err(|error| match is_pickled {
-                true => pickle::refused(path),
-                false => error.into(),
-            })?;
+            let file = open_weights(path, reach)?;
             let name = name_of(path);
             for (own, tensor) in file.layout()?.tensors().iter().enumerate() {
                 if let Some(other) = seen.insert(tensor.name.clone(), number) {
@@ -167,18 +161,9 @@ impl Checkpoint {
                     let what = format!("tensor {:?} is in {other} and in {name}", tensor.name);
                     return Err(unusable(&at, what));
                 }
-                match index.as_ref().map(|index| index.get(&tensor.name)) {
-                    None => {}
-                    Some(Some(listed)) if *listed == name => {}
-                    Some(Some(other)) => {
-                        let what = format!(
-                            "tensor {:?} is in {name}, but its index has it in {other:?}",
-                            tensor.name
-                        );
-                        return Err(unusable(&at, what));
-                    }
-                    // As some programs write it.
-                    Some(None) => unlisted.push(tensor.name.clone()),
+                let listed = is_listed(index.as_ref(), &tensor.name, &name);
+                if !listed.map_err(|what| unusable(&at, what))? {
+                    unlisted.push(tensor.name.clone());
                 }
                 tensors.push((tensor.name.clone(), tensor.dtype, tensor.shape.clone()));
                 places.push((number, own));
@@ -308,6 +293,42 @@ impl WeightExtractor for Checkpoint {
 
     fn attributes(&self) -> weightsync_engine::Result<Attributes> {
         Ok(self.attributes.clone())
+    }
+}
+
+/// Opens a file with weights.
+///
+/// # Errors
+///
+/// [`StoreError::Pickled`], and those of a file that is not safetensors.
+fn open_weights(path: &Path, reach: &Reach) -> Result<SafetensorsFile> {
+    let opened = reach.open(path)?;
+    // Asked before the file is parsed, so that the error says how to convert it.
+    let is_pickled = pickle::is_one(path, &opened);
+    SafetensorsFile::of(opened, path).map_err(|error| match is_pickled {
+        true => pickle::refused(path),
+        false => error.into(),
+    })
+}
+
+/// Whether the index lists a tensor that this file has. True if there is no index.
+///
+/// # Errors
+///
+/// It lists the tensor in another file.
+fn is_listed(
+    index: Option<&BTreeMap<String, String>>,
+    tensor: &str,
+    file: &str,
+) -> Result<bool, String> {
+    match index.map(|index| index.get(tensor)) {
+        None => Ok(true),
+        Some(Some(listed)) if *listed == file => Ok(true),
+        Some(Some(other)) => Err(format!(
+            "tensor {tensor:?} is in {file}, but its index has it in {other:?}"
+        )),
+        // As some programs write it.
+        Some(None) => Ok(false),
     }
 }
 

@@ -31,6 +31,17 @@ pub struct PushOptions {
     pub name: Option<String>,
 }
 
+impl PushOptions {
+    /// The model whose version a checkpoint becomes, after this newest version.
+    fn model_after(&self, newest: Option<&PreviousVersion>) -> Result<ModelId> {
+        Ok(match (&self.model, newest) {
+            (Some(model), _) => model.clone(),
+            (None, Some(newest)) => newest.stored.model.clone(),
+            (None, None) => ModelId::new(MODEL).map_err(weightsync_engine::Error::from)?,
+        })
+    }
+}
+
 /// What became of a checkpoint.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -79,11 +90,7 @@ impl Store {
         }
         self.refuse_own_directory(&checkpoint)?;
         let (newest, damage) = self.newest_before(&checkpoint, options.model.as_ref())?;
-        let model = match (&options.model, &newest) {
-            (Some(model), _) => model.clone(),
-            (None, Some(newest)) => newest.stored.model.clone(),
-            (None, None) => ModelId::new(MODEL).map_err(weightsync_engine::Error::from)?,
-        };
+        let model = options.model_after(newest.as_ref())?;
         let (mut comparable, mut other_files) = (false, Vec::new());
         if let Some(newest) = &newest {
             comparable = checkpoint.arrange(&newest.spec.layout, &newest.spec.attributes);
@@ -92,13 +99,7 @@ impl Store {
         checkpoint.progress = self.progress().cloned();
         let before = newest.as_ref().map(|newest| newest.stored.version);
         // Read whole before the store is claimed: a checkpoint that cannot be read changes nothing.
-        let snapshot = {
-            let nobody = Run {
-                epoch: Epoch(0),
-                id: [0; 16],
-            };
-            Snapshot::of(model.as_str(), &checkpoint, nobody, Version::NONE)?
-        };
+        let snapshot = unnumbered(&model, &checkpoint)?;
         let digest = snapshot.digest();
         let bytes = snapshot.layout().payload_bytes();
         let pushed = |version, saved, damage| Pushed {
@@ -111,22 +112,14 @@ impl Store {
             other_files: other_files.clone(),
             damage,
         };
-        let named = |version| {
-            let name = options.name.as_ref();
-            let version = ModelVersion {
-                model: Some(model.clone()),
-                version,
-            };
-            name.map_or(Ok(()), |name| self.set_name(name, &version))
-        };
+        // Compared with those of another layout, or with other files, it would be saved whole anyway.
+        let as_changes = comparable && other_files.is_empty() && !options.whole;
         // The newest version has these bytes and files: it gets the name, and nothing is saved.
         if let Some(newest) = &newest
-            && comparable
+            && as_changes
             && newest.stored.digest == digest
-            && other_files.is_empty()
-            && !options.whole
         {
-            named(newest.stored.version)?;
+            self.name_pushed(options, &model, newest.stored.version)?;
             return Ok(pushed(newest.stored.version, None, damage));
         }
         // A claim would fence a living sender off.
@@ -137,21 +130,32 @@ impl Store {
             ..SaveOptions::default()
         };
         let mut writer = Writer::claim(self, save)?;
-        // Compared with those of another layout, or with other files, it would be saved whole anyway.
-        if comparable && other_files.is_empty() && !options.whole {
+        if as_changes {
             writer.read_base()?;
         }
         let version = writer.version(&model).next();
         let saved =
             writer.save(&[renumbered(snapshot, writer.run(), version)?.with_digest(digest)])?;
-        named(version)?;
-        let mut all = writer.damage().to_vec();
-        all.extend(
-            damage
-                .into_iter()
-                .filter(|one| !writer.damage().contains(one)),
-        );
-        Ok(pushed(version, Some(saved), all))
+        self.name_pushed(options, &model, version)?;
+        Ok(pushed(
+            version,
+            Some(saved),
+            together(writer.damage(), damage),
+        ))
+    }
+
+    /// Gives a version the name that the options have, if they have one.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`set_name`](Self::set_name).
+    fn name_pushed(&self, options: &PushOptions, model: &ModelId, version: Version) -> Result<()> {
+        let name = options.name.as_ref();
+        let version = ModelVersion {
+            model: Some(model.clone()),
+            version,
+        };
+        name.map_or(Ok(()), |name| self.set_name(name, &version))
     }
 
     /// An error if the store would lie in the directory of the checkpoint. It would then be read in the
@@ -217,6 +221,27 @@ impl Store {
             read => read,
         }
     }
+}
+
+/// The weights of a checkpoint, as a version of no run.
+fn unnumbered(model: &ModelId, checkpoint: &Checkpoint) -> Result<Snapshot> {
+    let nobody = Run {
+        epoch: Epoch(0),
+        id: [0; 16],
+    };
+    Ok(Snapshot::of(
+        model.as_str(),
+        checkpoint,
+        nobody,
+        Version::NONE,
+    )?)
+}
+
+/// What a writer has found damaged, and then what else was damaged before.
+fn together(found: &[Damage], before: Vec<Damage>) -> Vec<Damage> {
+    let mut all = found.to_vec();
+    all.extend(before.into_iter().filter(|one| !found.contains(one)));
+    all
 }
 
 /// The same weights as a version of a run.

@@ -53,11 +53,7 @@ pub(super) fn open(
     let store = store_at(opening.at)?;
     let storage = store.shared_storage();
     if scheme.settings.temporary {
-        let why = storage.why_not_temporary();
-        if let Some(why) = why.map_err(StoreError::file("reading", storage.name("")))? {
-            let path = storage.name("");
-            return Err(StoreError::NotTemporary { path, why }.into());
-        }
+        refuse_lasting(&*storage)?;
     }
     let mut about = AboutSender {
         pid: std::process::id(),
@@ -76,14 +72,7 @@ pub(super) fn open(
         let cleared = storage.clear_temporary();
         cleared.map_err(StoreError::file("removing", storage.name("")))?;
     }
-    let options = SaveOptions {
-        keep: scheme
-            .settings
-            .keep
-            .unwrap_or(KEPT)
-            .at_least(opening.options.history),
-        ..SaveOptions::default()
-    };
+    let options = save_options(scheme, opening);
     // From here on the sender before is fenced off.
     let writer = Writer::claim_as(&store, options, run)?;
     // The store counts the runs: workers join the one that the writer has got.
@@ -109,6 +98,32 @@ pub(super) fn open(
         roster,
         history,
     )))
+}
+
+/// Refuses a place that has something else than a temporary store.
+///
+/// # Errors
+///
+/// [`StoreError::NotTemporary`], and those of reading.
+fn refuse_lasting(storage: &dyn Storage) -> Result<(), StoreError> {
+    let why = storage.why_not_temporary();
+    if let Some(why) = why.map_err(StoreError::file("reading", storage.name("")))? {
+        let path = storage.name("");
+        return Err(StoreError::NotTemporary { path, why });
+    }
+    Ok(())
+}
+
+/// How a sender saves its versions.
+fn save_options(scheme: &StoreScheme, opening: &Opening<'_>) -> SaveOptions {
+    SaveOptions {
+        keep: scheme
+            .settings
+            .keep
+            .unwrap_or(KEPT)
+            .at_least(opening.options.history),
+        ..SaveOptions::default()
+    }
 }
 
 impl Drop for StorePublisher {

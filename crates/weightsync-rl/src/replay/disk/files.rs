@@ -107,47 +107,15 @@ impl Files {
         let is_new = found.is_none();
         // All files are opened relative to this directory, without following links.
         let at = OpenDir::open(dir).map_err(failed("open", dir))?;
-        let file = |part: FileKind| -> Result<File, Error> {
-            let path = path_of(dir, part);
-            let name = path.file_name().unwrap_or_default();
-            // Without a schema no buffer was ever finished here, so files may be missing. With one,
-            // a missing file is damage.
-            let file = match is_new {
-                true => at.file_or_new(name),
-                false => at.file_to_write(name),
-            };
-            file.map_err(failed("open", &path))
-        };
+        let file = |part: FileKind| open_file(&at, dir, part, is_new);
         if is_new {
-            let parts = (0..schema.columns().len()).map(FileKind::Column);
-            let parts: Vec<_> = parts.chain([FileKind::Stamps, FileKind::Header]).collect();
-            let opened = parts
-                .into_iter()
-                .map(|part| Ok((file(part)?, path_of(dir, part))));
-            let opened = opened.collect::<Result<Vec<_>, Error>>()?;
-            // All before the first of them is emptied.
-            opened
-                .iter()
-                .try_for_each(|(file, path)| refuse_data(file, path))?;
-            for (file, path) in &opened {
-                // What an unfinished attempt has left goes, so the files are all zeros.
-                file.set_len(0).map_err(failed("empty", path))?;
-            }
+            empty(dir, schema, file)?;
         }
         let mut rows = capacity;
         let mut open = |part: FileKind, row_bytes: usize| {
-            let path = path_of(dir, part);
             let file = file(part)?;
-            let len = file.metadata().map_err(failed("look at", &path))?.len();
             // The shortest file decides how many rows are whole.
-            let row = row_bytes as u64;
-            rows = rows.min(usize::try_from(len / row).unwrap_or(usize::MAX));
-            // The length is a promise that later writes rely on: a hole costs no disk until it is
-            // written.
-            if len < row * capacity as u64 {
-                let whole = file.set_len(row * capacity as u64);
-                whole.map_err(failed("lengthen", &path))?;
-            }
+            rows = rows.min(lengthen(&file, &path_of(dir, part), row_bytes, capacity)?);
             Ok(file)
         };
         let stamps = open(FileKind::Stamps, 8)?;
@@ -283,6 +251,59 @@ pub(super) fn path_of(dir: &Path, part: FileKind) -> PathBuf {
         FileKind::Stamps => dir.join("stamps"),
         FileKind::Column(column) => dir.join(format!("column-{column}")),
     }
+}
+
+/// Opens a file of a directory, and makes it if the directory has no buffer.
+fn open_file(at: &OpenDir, dir: &Path, part: FileKind, is_new: bool) -> Result<File, Error> {
+    let path = path_of(dir, part);
+    let name = path.file_name().unwrap_or_default();
+    // Without a schema no buffer was ever finished here, so files may be missing. With one,
+    // a missing file is damage.
+    let file = match is_new {
+        true => at.file_or_new(name),
+        false => at.file_to_write(name),
+    };
+    file.map_err(failed("open", &path))
+}
+
+/// Empties the files of a directory that has no buffer.
+///
+/// # Errors
+///
+/// As [`refuse_data`]: then no file has changed. Those of the operating system.
+fn empty(
+    dir: &Path,
+    schema: &Schema,
+    file: impl Fn(FileKind) -> Result<File, Error>,
+) -> Result<(), Error> {
+    let parts = (0..schema.columns().len()).map(FileKind::Column);
+    let parts: Vec<_> = parts.chain([FileKind::Stamps, FileKind::Header]).collect();
+    let opened = parts
+        .into_iter()
+        .map(|part| Ok((file(part)?, path_of(dir, part))));
+    let opened = opened.collect::<Result<Vec<_>, Error>>()?;
+    // All before the first of them is emptied.
+    opened
+        .iter()
+        .try_for_each(|(file, path)| refuse_data(file, path))?;
+    for (file, path) in &opened {
+        // What an unfinished attempt has left goes, so the files are all zeros.
+        file.set_len(0).map_err(failed("empty", path))?;
+    }
+    Ok(())
+}
+
+/// Gives a file the length of all its rows. Returns how many whole rows it had.
+fn lengthen(file: &File, path: &Path, row_bytes: usize, capacity: usize) -> Result<usize, Error> {
+    let len = file.metadata().map_err(failed("look at", path))?.len();
+    let row = row_bytes as u64;
+    // The length is a promise that later writes rely on: a hole costs no disk until it is
+    // written.
+    if len < row * capacity as u64 {
+        let whole = file.set_len(row * capacity as u64);
+        whole.map_err(failed("lengthen", path))?;
+    }
+    Ok(usize::try_from(len / row).unwrap_or(usize::MAX))
 }
 
 fn failed(attempt: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error + use<> {

@@ -13,7 +13,9 @@ use weightsync_simd::crc64;
 use super::inbox::{FetchedSet, Inbox};
 use super::joining::JoinedSender;
 use crate::http::{Ask, Fault};
-use crate::rpc::wire::{Asked, BLOCK, MAX_BODY, Question, RpcProblem, SetPart, WantKind, max_set};
+use crate::rpc::wire::{
+    Asked, BLOCK, Digits, MAX_BODY, Question, RpcProblem, SetPart, WantKind, max_set,
+};
 use crate::rpc::{PATIENCE, PROBE, SILENCE};
 
 /// How often a version is requested again without any progress.
@@ -341,21 +343,9 @@ pub(super) async fn ask(
     pull: VersionRequest,
     deadline: Deadline,
 ) -> Result<Option<FetchedSet>, NoAnswer> {
-    let (want, version) = match pull {
-        VersionRequest::AtLeast(version) => (WantKind::AtLeast, Some(version.0)),
-        VersionRequest::Exactly(version) => (WantKind::Exactly, Some(version.0)),
-        _ => (WantKind::Newest, None),
-    };
     loop {
-        // The question carries the time that is left: a deadline means nothing on another host's
-        // clock.
         let left = weightsync_mem::left(deadline);
-        let question = Question {
-            want,
-            model: version.map(|_| session.wanted[model]),
-            version,
-            wait_ms: left.map(|left| u64::try_from(left.as_millis()).unwrap_or(u64::MAX)),
-        };
+        let question = question(&session, model, pull, left);
         // Read before the question, to notice afterwards whether the connection was renewed
         // meanwhile.
         let id = session.id();
@@ -377,18 +367,7 @@ pub(super) async fn ask(
             }
             // The sender's clock said so: this end's decides.
             Ok(None) => {}
-            Err(Some(NoAnswer::Gone)) => {
-                // The sender may have given up a broken connection, which this end finds out a
-                // little later.
-                let until = Instant::now() + SILENCE + 2 * PROBE + PAUSE;
-                let knows = || session.is_broken() || session.id() != id || has_ended(&inbox);
-                while !knows() {
-                    if Instant::now() >= until {
-                        return Err(NoAnswer::Gone);
-                    }
-                    sleep(PAUSE).await;
-                }
-            }
+            Err(Some(NoAnswer::Gone)) => find_out(&session, &inbox, id).await?,
             Err(Some(no_answer)) => return Err(no_answer),
             Err(None) => {}
         }
@@ -401,6 +380,47 @@ pub(super) async fn ask(
         }
         sleep(PAUSE).await;
     }
+}
+
+/// The question for a set, with the time that is left.
+fn question(
+    session: &JoinedSender,
+    model: usize,
+    pull: VersionRequest,
+    left: Option<Duration>,
+) -> Question {
+    let (want, version) = match pull {
+        VersionRequest::AtLeast(version) => (WantKind::AtLeast, Some(version.0)),
+        VersionRequest::Exactly(version) => (WantKind::Exactly, Some(version.0)),
+        _ => (WantKind::Newest, None),
+    };
+    Question {
+        want,
+        model: version.map(|_| session.wanted[model]),
+        version,
+        // The question carries the time that is left: a deadline means nothing on another host's
+        // clock.
+        wait_ms: left.map(|left| u64::try_from(left.as_millis()).unwrap_or(u64::MAX)),
+    }
+}
+
+/// Waits until this end knows why its sender does not know the connection `id`.
+///
+/// # Errors
+///
+/// [`NoAnswer::Gone`] if that takes too long.
+async fn find_out(session: &JoinedSender, inbox: &Inbox, id: Digits) -> Result<(), NoAnswer> {
+    // The sender may have given up a broken connection, which this end finds out a
+    // little later.
+    let until = Instant::now() + SILENCE + 2 * PROBE + PAUSE;
+    let knows = || session.is_broken() || session.id() != id || has_ended(inbox);
+    while !knows() {
+        if Instant::now() >= until {
+            return Err(NoAnswer::Gone);
+        }
+        sleep(PAUSE).await;
+    }
+    Ok(())
 }
 
 /// Whether it is known that the sender has gone.

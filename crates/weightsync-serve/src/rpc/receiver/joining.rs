@@ -20,7 +20,8 @@ use weightsync_net::{Access, listen_error};
 use super::inbox::{Inbox, SenderEnd};
 use super::{server, wait_for};
 use crate::http::{
-    Ask, Bearer, Client, Encryption, Fault, HttpThread, Limits, Lines, ProofKey, Server, To,
+    Ask, Bearer, Client, Encryption, Fault, HttpReply, HttpThread, Limits, Lines, ProofKey, Server,
+    To,
 };
 use crate::rpc::error::RpcError;
 use crate::rpc::wire::{
@@ -147,6 +148,39 @@ impl From<Fault> for JoinFailure {
     }
 }
 
+impl JoinFailure {
+    /// Whether further attempts would fail in the same way.
+    fn is_final(&self, at: &Endpoint) -> bool {
+        match self {
+            Self::Taken(_) => true,
+            // Without a run directory no successor takes this address, so these answers stay what
+            // they are.
+            Self::Stranger | Self::Wrong(_) | Self::Closed => !at.restarts(),
+            _ => false,
+        }
+    }
+
+    /// What the caller is told of a failure of the last attempt.
+    fn into_error(self, at: &Endpoint, sender: SocketAddr, since: Instant, seen: Epoch) -> Error {
+        match self {
+            Self::Absent(why) | Self::Silent(why) => Error::NoSender {
+                address: at.address().into(),
+                waited: since.elapsed(),
+                last: Some(why),
+            },
+            Self::Stranger => Error::Denied {
+                reason: "the init info's secret is not its own".into(),
+            },
+            Self::Wrong(got) => RpcError::WrongSender { addr: sender, got }.into(),
+            Self::Denied(reason) | Self::Untrusted(reason) | Self::Taken(reason) => {
+                Error::Denied { reason }
+            }
+            Self::Closed => Error::SenderClosed,
+            Self::Fenced(got) => Error::Fenced { seen, got },
+        }
+    }
+}
+
 /// Joins the sender of an endpoint, and starts the thread that serves its calls.
 ///
 /// If the first set arrives in time, it is there when this function returns.
@@ -162,6 +196,65 @@ pub(super) fn join(
     access
         .may_dial_with_secret(sender)
         .map_err(RpcError::from)?;
+    // The server runs before the registration, because the sender calls back before it answers.
+    let (thread, own) = serve_calls(inbox, at, joining, access, sender)?;
+    let register = registration(joining, url(own, access.tls.as_ref()))?;
+    let encryption = Encryption {
+        tls: access.tls.clone(),
+        to: To::Sender,
+    };
+    let client = Client::new(sender, Bearer::to_sender(at.secret()), encryption);
+    let mut pauses = JoinPauses::new();
+    let mut last = None;
+    loop {
+        // The last attempt may outlast the deadline a little. A caller with a deadline of zero then
+        // still finds a sender that is there.
+        let ends = Instant::now().checked_add(ATTEMPT).max(deadline);
+        let begins_late = ends > deadline;
+        let soon = deadline.and(ends);
+        // A caller that waits for the sender's answer gives each step its own time, and can cancel.
+        let until = soon.filter(|_| !joining.single_attempt);
+        let proof = ProofKey::new(at.secret());
+        let entering = enter(client.clone(), proof, register.clone(), inbox.clone());
+        let not_in = match attempt(&thread, entering, until)? {
+            Some(Ok(session)) => {
+                // `connect` returns with the first weights if the sender has some to send at once.
+                inbox.wait_for(session.sequence, soon)?;
+                return Ok((thread, session));
+            }
+            Some(Err(not_in)) => not_in,
+            // The reason of the attempt before says more if this one began at the deadline.
+            None => {
+                let last = last.filter(|_| begins_late);
+                JoinFailure::Silent(last.unwrap_or_else(|| "it did not answer in time".into()))
+            }
+        };
+        if not_in.is_final(at) || passed(deadline) {
+            return Err(not_in.into_error(at, sender, since, joining.seen));
+        }
+        let pause = pauses.after(&not_in);
+        // Only the attempt just before the deadline lends its reason.
+        last = match not_in {
+            JoinFailure::Absent(why) | JoinFailure::Silent(why) => Some(why),
+            _ => None,
+        };
+        // The caller's interrupt ends this pause early.
+        interrupt::sleep(left(deadline).map_or(pause, |left| left.min(pause)))?;
+    }
+}
+
+/// Starts the thread that serves the sender's calls. Returns its address with it.
+///
+/// # Errors
+///
+/// If this worker may not listen at its address, and those of the operating system.
+fn serve_calls(
+    inbox: &Arc<Inbox>,
+    at: &Endpoint,
+    joining: &Joining,
+    access: &Access,
+    sender: SocketAddr,
+) -> Result<(HttpThread, SocketAddr)> {
     // Without a route to the sender this address does not matter: the sender cannot be reached at
     // all.
     let own = address::local_ip(sender).unwrap_or(Ipv4Addr::LOCALHOST.into());
@@ -175,17 +268,23 @@ pub(super) fn join(
     let bearer = Bearer::to_worker(at.secret());
     let tls = access.tls.clone().map(|tls| (tls, ClientAuth::Trainer));
     let server = Server::new(listener, bearer, tls, Limits::default()).map_err(failed)?;
-    // The server runs before the registration, because the sender calls back before it answers.
     let (theirs, worker) = (inbox.clone(), joining.worker.0);
     let thread = HttpThread::start("rpc-w", move |stopping| {
         let router = server::router(theirs, worker, stopping.clone());
         server.serve(router, stopping, |_| {})
     });
-    let thread = thread.map_err(RpcError::Thread)?;
+    Ok((thread.map_err(RpcError::Thread)?, own))
+}
 
-    let register = Register {
+/// What this worker says of itself, with the URL at which the sender calls it.
+///
+/// # Errors
+///
+/// If the system gives no random bytes.
+fn registration(joining: &Joining, url: String) -> Result<Register> {
+    Ok(Register {
         protocol: PROTOCOL,
-        worker,
+        worker: joining.worker.0,
         pid: std::process::id(),
         device: joining.device.clone(),
         models: joining
@@ -193,100 +292,67 @@ pub(super) fn join(
             .iter()
             .filter_map(|index| joining.models.get(*index).cloned())
             .collect(),
-        url: url(own, access.tls.as_ref()),
+        url,
         seen: joining.seen,
         run: None,
         nonce: Digits::random()?,
         announces: true,
-    };
-    let encryption = Encryption {
-        tls: access.tls.clone(),
-        to: To::Sender,
-    };
-    let client = Client::new(sender, Bearer::to_sender(at.secret()), encryption);
-    // A sender that has refused the worker is asked less often than an absent one, which may start at
-    // any moment.
-    let mut absent = Backoff::new(PAUSE, LONGEST_PAUSE);
-    let mut turned_away = Backoff::new(PAUSE, LONGEST_TURNED_AWAY);
-    let mut last = None;
-    loop {
-        // The last attempt may outlast the deadline a little. A caller with a deadline of zero then
-        // still finds a sender that is there.
-        let ends = Instant::now().checked_add(ATTEMPT).max(deadline);
-        let begins_late = ends > deadline;
-        let soon = deadline.and(ends);
-        // A caller that waits for the sender's answer gives each step its own time, and can cancel.
-        let until = soon.filter(|_| !joining.single_attempt);
-        let (done, wait) = sync_channel(1);
-        let proof = ProofKey::new(at.secret());
-        let attempt = enter(client.clone(), proof, register.clone(), inbox.clone());
-        let attempt = thread.runtime().spawn(async move {
-            let _ = done.send(attempt.await);
-        });
-        let entered = wait_for(&wait, until);
-        // An attempt that goes on after its deadline could still register the worker, without a
-        // receiver for it.
-        if !matches!(entered, Ok(Some(_))) {
-            attempt.abort();
+    })
+}
+
+/// Makes one attempt, on the thread that serves the calls. `None` if it lasts longer: it is aborted.
+///
+/// # Errors
+///
+/// The caller's interrupt.
+fn attempt<T: Send + 'static>(
+    thread: &HttpThread,
+    entering: impl Future<Output = T> + Send + 'static,
+    until: Deadline,
+) -> Result<Option<T>> {
+    let (done, wait) = sync_channel(1);
+    let attempt = thread.runtime().spawn(async move {
+        let _ = done.send(entering.await);
+    });
+    let entered = wait_for(&wait, until);
+    // An attempt that goes on after its deadline could still register the worker, without a
+    // receiver for it.
+    if !matches!(entered, Ok(Some(_))) {
+        attempt.abort();
+    }
+    entered
+}
+
+/// The pauses between attempts.
+///
+/// A sender that has refused the worker is asked less often than an absent one, which may start at
+/// any moment.
+struct JoinPauses {
+    absent: Backoff,
+    turned_away: Backoff,
+}
+
+impl JoinPauses {
+    fn new() -> Self {
+        Self {
+            absent: Backoff::new(PAUSE, LONGEST_PAUSE),
+            turned_away: Backoff::new(PAUSE, LONGEST_TURNED_AWAY),
         }
-        let not_in = match entered? {
-            Some(Ok(session)) => {
-                // `connect` returns with the first weights if the sender has some to send at once.
-                inbox.wait_for(session.sequence, soon)?;
-                return Ok((thread, session));
+    }
+
+    /// The pause after an attempt that has failed in this way.
+    fn after(&mut self, failure: &JoinFailure) -> Duration {
+        match failure {
+            JoinFailure::Absent(_) | JoinFailure::Silent(_) | JoinFailure::Closed => {
+                self.absent.pause()
             }
-            Some(Err(not_in)) => not_in,
-            // The reason of the attempt before says more if this one began at the deadline.
-            None => {
-                let last = last.filter(|_| begins_late);
-                JoinFailure::Silent(last.unwrap_or_else(|| "it did not answer in time".into()))
-            }
-        };
-        // Without a run directory no successor takes this address, so these answers stay what they
-        // are.
-        let is_final = match not_in {
-            JoinFailure::Taken(_) => true,
-            JoinFailure::Stranger | JoinFailure::Wrong(_) | JoinFailure::Closed => !at.restarts(),
-            _ => false,
-        };
-        if is_final || passed(deadline) {
-            return Err(match not_in {
-                JoinFailure::Absent(why) | JoinFailure::Silent(why) => Error::NoSender {
-                    address: at.address().into(),
-                    waited: since.elapsed(),
-                    last: Some(why),
-                },
-                JoinFailure::Stranger => Error::Denied {
-                    reason: "the init info's secret is not its own".into(),
-                },
-                JoinFailure::Wrong(got) => RpcError::WrongSender { addr: sender, got }.into(),
-                JoinFailure::Denied(reason)
-                | JoinFailure::Untrusted(reason)
-                | JoinFailure::Taken(reason) => Error::Denied { reason },
-                JoinFailure::Closed => Error::SenderClosed,
-                JoinFailure::Fenced(got) => Error::Fenced {
-                    seen: joining.seen,
-                    got,
-                },
-            });
-        }
-        // Only the attempt just before the deadline lends its reason.
-        last = None;
-        let pause = match not_in {
-            JoinFailure::Absent(why) | JoinFailure::Silent(why) => {
-                last = Some(why);
-                absent.pause()
-            }
-            JoinFailure::Closed => absent.pause(),
             JoinFailure::Stranger
             | JoinFailure::Wrong(_)
             | JoinFailure::Denied(_)
             | JoinFailure::Untrusted(_)
             | JoinFailure::Taken(_)
-            | JoinFailure::Fenced(_) => turned_away.pause(),
-        };
-        // The caller's interrupt ends this pause early.
-        interrupt::sleep(left(deadline).map_or(pause, |left| left.min(pause)))?;
+            | JoinFailure::Fenced(_) => self.turned_away.pause(),
+        }
     }
 }
 
@@ -311,31 +377,7 @@ async fn register_at(
         StatusCode::UNAUTHORIZED => {
             return Err(JoinFailure::Stranger);
         }
-        // A refusal carries its reason as JSON. Something else at this address or on the way
-        // answers without one.
-        status => {
-            let problem = reply.json::<RpcProblem>(MAX_BODY, PATIENCE).await;
-            let Ok(problem) = problem else {
-                return Err(JoinFailure::Silent(format!("it answered {status}")));
-            };
-            // Other statuses come from something on the way that has no room now, or from a sender
-            // that could not reach this worker or did not get the whole request in time.
-            let is_word = matches!(
-                status,
-                StatusCode::BAD_REQUEST
-                    | StatusCode::FORBIDDEN
-                    | StatusCode::CONFLICT
-                    | StatusCode::PAYLOAD_TOO_LARGE
-                    | StatusCode::UNPROCESSABLE_ENTITY
-            );
-            // The fields of the problem say more than the status.
-            return Err(match (problem.epoch, problem.taken_by) {
-                (Some(epoch), _) => JoinFailure::Fenced(epoch),
-                (None, Some(_)) => JoinFailure::Taken(problem.error),
-                (None, None) if is_word => JoinFailure::Denied(problem.error),
-                (None, None) => JoinFailure::Silent(problem.error),
-            });
-        }
+        _ => return Err(refusal(reply).await),
     }
     let mut lines = reply.lines();
     let first = lines.next::<FromSender>(PATIENCE).await?;
@@ -357,6 +399,34 @@ async fn register_at(
         return Err(JoinFailure::Denied("it speaks another protocol".into()));
     }
     Ok((welcome, lines))
+}
+
+/// Reads why a registration was refused.
+async fn refusal(reply: HttpReply) -> JoinFailure {
+    let status = reply.status;
+    // A refusal carries its reason as JSON. Something else at this address or on the way
+    // answers without one.
+    let problem = reply.json::<RpcProblem>(MAX_BODY, PATIENCE).await;
+    let Ok(problem) = problem else {
+        return JoinFailure::Silent(format!("it answered {status}"));
+    };
+    // Other statuses come from something on the way that has no room now, or from a sender
+    // that could not reach this worker or did not get the whole request in time.
+    let is_word = matches!(
+        status,
+        StatusCode::BAD_REQUEST
+            | StatusCode::FORBIDDEN
+            | StatusCode::CONFLICT
+            | StatusCode::PAYLOAD_TOO_LARGE
+            | StatusCode::UNPROCESSABLE_ENTITY
+    );
+    // The fields of the problem say more than the status.
+    match (problem.epoch, problem.taken_by) {
+        (Some(epoch), _) => JoinFailure::Fenced(epoch),
+        (None, Some(_)) => JoinFailure::Taken(problem.error),
+        (None, None) if is_word => JoinFailure::Denied(problem.error),
+        (None, None) => JoinFailure::Silent(problem.error),
+    }
 }
 
 /// Registers, and reads the descriptions of the sender's models.

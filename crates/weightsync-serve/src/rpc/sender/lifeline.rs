@@ -1,5 +1,6 @@
 //! Registers workers, and watches the connections that show whether they live.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -65,28 +66,48 @@ pub(super) async fn register(State(app): State<SenderApp>, request: Request) -> 
         Ok(name) => name,
         Err(error) => return wrong(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
     };
-    let (id, sequence) = loop {
-        // Two workers may register with one number at the same time.
-        let holder = match may_come(&shared, &registration).await {
-            Ok(holder) => holder,
-            Err(taken) => return taken,
-        };
-        match shared.admit(&registration, name, holder) {
-            // Another registration came first. The loop checks the new holder in the same way.
-            Ok(None) => {}
-            Ok(Some(admitted)) => break admitted,
-            Err(error) => return wrong(StatusCode::CONFLICT, error.to_string()),
-        }
+    let (id, sequence) = match admit(&shared, &registration, name).await {
+        Ok(admitted) => admitted,
+        Err(refusal) => return refusal,
     };
     // Three tasks serve the connection: one reads the worker's signs of life, one calls it, and one
     // sends it signs of life.
     tokio::spawn(follow(shared.clone(), id, client.clone(), lines));
     tokio::spawn(caller::call(shared.clone(), id, name, client.clone()));
+    let welcome = welcome(&shared, &register, name, sequence);
+    let (lines, response) = LinesBody::answer(4);
+    // The channel is new, so it has room.
+    let _ = lines.try_send(line(&welcome));
+    tokio::spawn(beat(shared, id, client, lines, app.stopping));
+    response
+}
+
+/// Admits a worker under this name, once it may have its number. Returns its connection and the
+/// sequence of its first call, or the refusal.
+async fn admit(
+    shared: &SharedSender,
+    registration: &WorkerRegistration,
+    name: Digits,
+) -> Result<(ConnectionId, u64), Response> {
+    loop {
+        // Two workers may register with one number at the same time.
+        let holder = may_come(shared, registration).await?;
+        match shared.admit(registration, name, holder) {
+            // Another registration came first. The loop checks the new holder in the same way.
+            Ok(None) => {}
+            Ok(Some(admitted)) => return Ok(admitted),
+            Err(error) => return Err(wrong(StatusCode::CONFLICT, error.to_string())),
+        }
+    }
+}
+
+/// The first line to a worker that was admitted under this name.
+fn welcome(shared: &SharedSender, register: &Register, name: Digits, sequence: u64) -> FromSender {
     let nonce = register.nonce.0;
     // The proof binds the worker's nonce to this name, so a recorded welcome proves nothing to
     // another registration.
     let proof = shared.proof.proof(nonce.as_bytes(), &name.to_string());
-    let welcome = FromSender::Welcome(Welcome {
+    FromSender::Welcome(Welcome {
         protocol: PROTOCOL,
         id: name,
         run: shared.run,
@@ -94,12 +115,7 @@ pub(super) async fn register(State(app): State<SenderApp>, request: Request) -> 
         models: shared.ids().cloned().collect(),
         sequence,
         proof: Some(Digits(proof)),
-    });
-    let (lines, response) = LinesBody::answer(4);
-    // The channel is new, so it has room.
-    let _ = lines.try_send(line(&welcome));
-    tokio::spawn(beat(shared, id, client, lines, app.stopping));
-    response
+    })
 }
 
 /// Checks whether a worker may have its number. It may not if another worker has it and is not
@@ -146,7 +162,6 @@ async fn may_come(
 
 /// Checks a registration, if this sender can have such a worker.
 fn check(shared: &SharedSender, register: &Register) -> Result<WorkerRegistration, Box<Response>> {
-    let refuse = |status, reason: String| Err(Box::new(wrong(status, reason)));
     if register.protocol != PROTOCOL {
         let reason = format!(
             "this sender speaks protocol {PROTOCOL}, the worker {}: install the same weightsync \
@@ -187,7 +202,21 @@ fn check(shared: &SharedSender, register: &Register) -> Result<WorkerRegistratio
             }
         }
     }
-    let Some((addr, is_encrypted)) = addr_of(&register.url) else {
+    let addr = check_address(shared, &register.url)?;
+    let registration = WorkerRegistration {
+        worker: WorkerId(register.worker),
+        pid: register.pid,
+        addr,
+        device: register.device.clone(),
+        wanted,
+        announces: register.announces,
+    };
+    Ok(registration)
+}
+
+/// Checks the URL at which a worker is to be called, and returns its address.
+fn check_address(shared: &SharedSender, url: &str) -> Result<SocketAddr, Box<Response>> {
+    let Some((addr, is_encrypted)) = addr_of(url) else {
         let reason =
             "a worker's url is expected: http://ADDRESS:PORT or https://ADDRESS:PORT".into();
         return refuse(StatusCode::UNPROCESSABLE_ENTITY, reason);
@@ -210,15 +239,12 @@ fn check(shared: &SharedSender, register: &Register) -> Result<WorkerRegistratio
     if let Err(error) = shared.access.may_dial_with_secret(addr) {
         return refuse(StatusCode::FORBIDDEN, error.to_string());
     }
-    let registration = WorkerRegistration {
-        worker: WorkerId(register.worker),
-        pid: register.pid,
-        addr,
-        device: register.device.clone(),
-        wanted,
-        announces: register.announces,
-    };
-    Ok(registration)
+    Ok(addr)
+}
+
+/// A refusal of a registration, with its reason.
+fn refuse<T>(status: StatusCode, reason: String) -> Result<T, Box<Response>> {
+    Err(Box::new(wrong(status, reason)))
 }
 
 /// Calls a worker that registers, and keeps its lifeline. The worker answers its own registration

@@ -115,26 +115,11 @@ async fn set(
     let Some(id) = shared.named(&name) else {
         return gone();
     };
-    let want = match (question.want, question.model, question.version) {
-        (WantKind::Newest, ..) => Want::Newest,
-        (word, Some(model), Some(version)) if model < shared.ids().count() => {
-            let version = Version(version);
-            match word {
-                WantKind::Exactly => Want::Exactly { model, version },
-                _ => Want::AtLeast { model, version },
-            }
-        }
-        _ => {
-            let reason = "a question for a version names a model and the version";
-            return wrong(StatusCode::UNPROCESSABLE_ENTITY, reason);
-        }
+    let Some(want) = wanted(shared, &question) else {
+        let reason = "a question for a version names a model and the version";
+        return wrong(StatusCode::UNPROCESSABLE_ENTITY, reason);
     };
-    let over = async {
-        match question.wait_ms {
-            Some(wait) => sleep(Duration::from_millis(wait)).await,
-            None => std::future::pending().await,
-        }
-    };
+    let over = end_of_wait(question.wait_ms);
     tokio::pin!(over);
     // Subscribed before the question is asked: an answer between the two is not missed.
     let Some(mut changes) = shared.changes(id) else {
@@ -148,15 +133,7 @@ async fn set(
                 let models = members.iter().map(caller::part).collect();
                 return Json(Asked { sequence, models }).into_response();
             }
-            QuestionAnswer::Unknown { known } => {
-                let error = "this version is no longer kept, or does not exist yet".into();
-                let body = RpcProblem {
-                    error,
-                    known,
-                    ..RpcProblem::default()
-                };
-                return problem(StatusCode::NOT_FOUND, body);
-            }
+            QuestionAnswer::Unknown { known } => return no_such_version(known),
             // The worker's newer request gets the answer. This one ends without a word about the
             // version.
             QuestionAnswer::Replaced => return StatusCode::NO_CONTENT.into_response(),
@@ -186,6 +163,41 @@ async fn set(
             None => QuestionAnswer::Gone,
         };
     }
+}
+
+/// What a question asks for. `None` if it lacks the model or the version, or has a model that the
+/// sender does not have.
+fn wanted(shared: &SharedSender, question: &Question) -> Option<Want> {
+    match (question.want, question.model, question.version) {
+        (WantKind::Newest, ..) => Some(Want::Newest),
+        (word, Some(model), Some(version)) if model < shared.ids().count() => {
+            let version = Version(version);
+            Some(match word {
+                WantKind::Exactly => Want::Exactly { model, version },
+                _ => Want::AtLeast { model, version },
+            })
+        }
+        _ => None,
+    }
+}
+
+/// Waits for so many milliseconds; without a number, for ever.
+async fn end_of_wait(wait_ms: Option<u64>) {
+    match wait_ms {
+        Some(wait) => sleep(Duration::from_millis(wait)).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// The answer to a question for a version that is not there. It names those that are.
+fn no_such_version(known: Vec<Version>) -> Response {
+    let error = "this version is no longer kept, or does not exist yet".into();
+    let body = RpcProblem {
+        error,
+        known,
+        ..RpcProblem::default()
+    };
+    problem(StatusCode::NOT_FOUND, body)
 }
 
 async fn status(State(app): State<SenderApp>) -> Response {

@@ -278,6 +278,42 @@ impl SharedSender {
         self.table().holder(registration)
     }
 
+    /// Joins a remote reader for a worker.
+    ///
+    /// # Errors
+    ///
+    /// As [`RemoteReaders::join`].
+    fn join_segment(
+        &self,
+        registration: &WorkerRegistration,
+    ) -> Result<RegisteredWorker, weightsync_mem::Error> {
+        let changes = Arc::new(watch::Sender::new(()));
+        let theirs = changes.clone();
+        let options = RemoteReaderOptions {
+            worker: registration.worker,
+            pid: registration.pid,
+            // `check` has compared the epochs already.
+            seen: Epoch(0),
+            models: registration.wanted,
+            delivery: Delivery::Newest,
+            device: registration.device.clone(),
+            location: (registration.addr.ip().to_string(), WorkerRoute::Http),
+        };
+        // The segment calls this under its own lock. Marking a channel as changed neither waits
+        // nor calls the segment.
+        let call = move |_| theirs.send_replace(());
+        Ok(RegisteredWorker {
+            reader: self.remote_readers.join(options, call)?,
+            registration: registration.clone(),
+            changes,
+            joined: !registration.announces,
+            staged: 0,
+            refused: 0,
+            rejected: false,
+            asked: 0,
+        })
+    }
+
     /// Admits a worker, whose connection gets this name, and gives up `holder`. Refuses the worker if
     /// another connection than `holder` has its number. Returns the new connection and the sequence of the
     /// worker's first call.
@@ -306,31 +342,7 @@ impl SharedSender {
             // A different receiver takes the number. The remote reader before it goes, with the
             // pins that it holds.
             table.remove(registration.worker, Departure::Died);
-            let changes = Arc::new(watch::Sender::new(()));
-            let theirs = changes.clone();
-            let options = RemoteReaderOptions {
-                worker: registration.worker,
-                pid: registration.pid,
-                // `check` has compared the epochs already.
-                seen: Epoch(0),
-                models: registration.wanted,
-                delivery: Delivery::Newest,
-                device: registration.device.clone(),
-                location: (registration.addr.ip().to_string(), WorkerRoute::Http),
-            };
-            // The segment calls this under its own lock. Marking a channel as changed neither waits
-            // nor calls the segment.
-            let call = move |_| theirs.send_replace(());
-            let worker = RegisteredWorker {
-                reader: self.remote_readers.join(options, call)?,
-                registration: registration.clone(),
-                changes,
-                joined: !registration.announces,
-                staged: 0,
-                refused: 0,
-                rejected: false,
-                asked: 0,
-            };
+            let worker = self.join_segment(registration)?;
             table.workers.insert(registration.worker, worker);
         }
         // The connection is new also for a known worker. It becomes the current one, because its

@@ -79,8 +79,8 @@ impl Service {
         }
     }
 
-    /// Does what a party asks. This function is long because it is one list: an arm for each request,
-    /// which depends on no other arm.
+    /// Does what a party asks.
+    // Longer than a screen: a list with a short arm for each request, which depends on no other arm.
     fn answer_request(&mut self, party: Party, request: Request, answer: Answer<Reply>) {
         match request {
             Request::Need { step } => {
@@ -90,54 +90,19 @@ impl Service {
             }
             Request::WaitNeed { step, timeout_ms } => {
                 self.stepped(party, step);
-                let need = self.waiting_need(party);
-                if need.need != Need::No || need.trainer_stopped {
-                    return answer(Ok(Reply::Need(need)));
-                }
-                let until = self.after(timeout_ms);
-                self.wait(party, RequestKind::Need, answer, until);
+                self.wait_need(party, timeout_ms, answer);
             }
             Request::Sync { step, timeout_ms } => {
                 self.stepped(party, step);
-                // It waits no longer for what it was told before.
-                self.tell(SyncEvent::ExplorerCancelled(party));
-                // The request waits before the core is told, because the effects may answer it at
-                // once.
-                self.wait(party, RequestKind::Sync, answer, None);
-                let until = self.after(timeout_ms);
-                self.note(EventKind::Asked, party, |_| {});
-                self.tell(SyncEvent::ExplorerSyncs(party, until));
+                self.sync(party, timeout_ms, answer);
             }
             Request::Cancel {} => {
                 self.tell(SyncEvent::ExplorerCancelled(party));
                 answer(Ok(Reply::Done {}));
             }
-            Request::Loaded { version } => {
-                // Those that are passed on are versions, also before the trainer says so.
-                self.core.saw(self.held.newest());
-                // The trainer has not said yet that it can be had.
-                if self.core.method() != Method::Direct
-                    && self.can_be_had(version)
-                    && version > self.core.newest().0
-                    && let Some(step) = self.steps.get(&version).copied()
-                    && let Some(trainer) = self.core.trainer()
-                {
-                    self.published(trainer, version, step);
-                }
-                self.wait(party, RequestKind::Sync, answer, None);
-                self.tell(SyncEvent::ExplorerLoaded(party, version));
-                // It was too late for its sync, and runs the version all the same.
-                if self.is_waiting(party) {
-                    self.ended(party, Ended::Synced);
-                }
-            }
+            Request::Loaded { version } => self.loaded(party, version, answer),
             Request::LoadFailed { version, reason } => {
-                self.set_reason(party, Some(short(&reason)));
-                self.wait(party, RequestKind::Sync, answer, None);
-                self.tell(SyncEvent::ExplorerFailed(party, version));
-                // If the core has ended the sync, the request is answered already. Otherwise it is
-                // answered here.
-                self.answer_sync(party, Ended::Failed);
+                self.load_failed(party, version, &reason, answer);
             }
             Request::Pause { paused } => {
                 self.tell(SyncEvent::ExplorerPaused(party, paused));
@@ -148,12 +113,7 @@ impl Service {
             })),
             Request::Publishing { version, step } => {
                 self.stepped(party, Some(step));
-                // A trainer that takes its place gives its versions higher numbers.
-                self.core.saw(version);
-                self.record.announce(version);
-                // Explorers can load the version before the trainer says more, and are then told
-                // its step.
-                self.remember(version, step);
+                self.announced(version, step);
                 answer(Ok(Reply::Done {}));
             }
             Request::Published {
@@ -163,25 +123,7 @@ impl Service {
             } => {
                 self.stepped(party, Some(step));
                 let until = self.after(timeout_ms);
-                // The step may come with this request alone, if the announcement was lost while the
-                // service was away.
-                self.remember(version, step);
-                let held = self.can_be_had(version);
-                // It may have failed before the trainer has said that it has published it.
-                if let Some((_, reason)) = self.failed.take_if(|(failed, _)| *failed >= version)
-                    && !held
-                {
-                    let answered = self.trained(version, step, Ended::Failed, Some(reason));
-                    return answer(Ok(Reply::Trained(answered)));
-                }
-                // The request waits until the bridge has the version, or the time is over.
-                self.wait(party, RequestKind::Published(version, step), answer, until);
-                if held {
-                    self.published(party, version, step);
-                } else if self.bridge.as_ref().is_none_or(Bridge::is_over) {
-                    // It has ended by an error: the trainer is there, and so it joins again.
-                    self.start_bridge(party);
-                }
+                self.wait_published(party, version, step, until, answer);
             }
             Request::Meet {
                 version,
@@ -189,27 +131,11 @@ impl Service {
                 timeout_ms,
             } => {
                 self.stepped(party, Some(step));
-                self.remember(version, step);
-                // An earlier meeting, or this one if the client asks again as a connection has ended.
-                if self.core.state(party) == State::WaitingSync {
-                    self.tell(SyncEvent::TrainerFailed(party));
-                }
-                if let Some(member) = self.members.get_mut(&party) {
-                    member.met = None;
-                }
-                self.record.announce(version);
-                // As for a sync: the effects may answer the request at once.
-                self.wait(party, RequestKind::Meet(version, step), answer, None);
-                let until = self.after(timeout_ms);
-                self.tell(SyncEvent::TrainerMeets(party, version, step, until));
+                self.meet(party, version, step, timeout_ms, answer);
             }
             Request::Sent { version } => self.sent(party, version, answer),
             Request::Failed { reason } => {
-                self.set_reason(party, Some(short(&reason)));
-                self.note(EventKind::Failed, party, |event| {
-                    event.reason = Some(short(&reason));
-                });
-                self.tell(SyncEvent::TrainerFailed(party));
+                self.trainer_failed(party, &reason);
                 answer(Ok(Reply::Done {}));
             }
             Request::Leave { reason } => {
@@ -217,6 +143,132 @@ impl Service {
                 answer(Ok(Reply::Done {}));
             }
         }
+    }
+
+    /// Tells a party what it needs, once it needs something or the time is over.
+    fn wait_need(&mut self, party: Party, timeout_ms: Option<u64>, answer: Answer<Reply>) {
+        let need = self.waiting_need(party);
+        if need.need != Need::No || need.trainer_stopped {
+            return answer(Ok(Reply::Need(need)));
+        }
+        let until = self.after(timeout_ms);
+        self.wait(party, RequestKind::Need, answer, until);
+    }
+
+    /// An explorer begins a sync.
+    fn sync(&mut self, party: Party, timeout_ms: Option<u64>, answer: Answer<Reply>) {
+        // It waits no longer for what it was told before.
+        self.tell(SyncEvent::ExplorerCancelled(party));
+        // The request waits before the core is told, because the effects may answer it at
+        // once.
+        self.wait(party, RequestKind::Sync, answer, None);
+        let until = self.after(timeout_ms);
+        self.note(EventKind::Asked, party, |_| {});
+        self.tell(SyncEvent::ExplorerSyncs(party, until));
+    }
+
+    /// An explorer has loaded a version.
+    fn loaded(&mut self, party: Party, version: Version, answer: Answer<Reply>) {
+        // Those that are passed on are versions, also before the trainer says so.
+        self.core.saw(self.held.newest());
+        // The trainer has not said yet that it can be had.
+        if self.core.method() != Method::Direct
+            && self.can_be_had(version)
+            && version > self.core.newest().0
+            && let Some(step) = self.steps.get(&version).copied()
+            && let Some(trainer) = self.core.trainer()
+        {
+            self.published(trainer, version, step);
+        }
+        self.wait(party, RequestKind::Sync, answer, None);
+        self.tell(SyncEvent::ExplorerLoaded(party, version));
+        // It was too late for its sync, and runs the version all the same.
+        if self.is_waiting(party) {
+            self.ended(party, Ended::Synced);
+        }
+    }
+
+    /// An explorer could not load a version.
+    fn load_failed(&mut self, party: Party, version: Version, reason: &str, answer: Answer<Reply>) {
+        self.set_reason(party, Some(short(reason)));
+        self.wait(party, RequestKind::Sync, answer, None);
+        self.tell(SyncEvent::ExplorerFailed(party, version));
+        // If the core has ended the sync, the request is answered already. Otherwise it is
+        // answered here.
+        self.answer_sync(party, Ended::Failed);
+    }
+
+    /// A trainer is about to publish a version.
+    fn announced(&mut self, version: Version, step: u64) {
+        // A trainer that takes its place gives its versions higher numbers.
+        self.core.saw(version);
+        self.record.announce(version);
+        // Explorers can load the version before the trainer says more, and are then told
+        // its step.
+        self.remember(version, step);
+    }
+
+    /// A trainer could not publish or send what it was to.
+    fn trainer_failed(&mut self, party: Party, reason: &str) {
+        self.set_reason(party, Some(short(reason)));
+        self.note(EventKind::Failed, party, |event| {
+            event.reason = Some(short(reason));
+        });
+        self.tell(SyncEvent::TrainerFailed(party));
+    }
+
+    /// Tells a trainer when explorers can have what it has published.
+    fn wait_published(
+        &mut self,
+        party: Party,
+        version: Version,
+        step: u64,
+        until: Option<Moment>,
+        answer: Answer<Reply>,
+    ) {
+        // The step may come with this request alone, if the announcement was lost while the
+        // service was away.
+        self.remember(version, step);
+        let held = self.can_be_had(version);
+        // It may have failed before the trainer has said that it has published it.
+        if let Some((_, reason)) = self.failed.take_if(|(failed, _)| *failed >= version)
+            && !held
+        {
+            let answered = self.trained(version, step, Ended::Failed, Some(reason));
+            return answer(Ok(Reply::Trained(answered)));
+        }
+        // The request waits until the bridge has the version, or the time is over.
+        self.wait(party, RequestKind::Published(version, step), answer, until);
+        if held {
+            self.published(party, version, step);
+        } else if self.bridge.as_ref().is_none_or(Bridge::is_over) {
+            // It has ended by an error: the trainer is there, and so it joins again.
+            self.start_bridge(party);
+        }
+    }
+
+    /// A trainer begins a meeting with the explorers.
+    fn meet(
+        &mut self,
+        party: Party,
+        version: Version,
+        step: u64,
+        timeout_ms: Option<u64>,
+        answer: Answer<Reply>,
+    ) {
+        self.remember(version, step);
+        // An earlier meeting, or this one if the client asks again as a connection has ended.
+        if self.core.state(party) == State::WaitingSync {
+            self.tell(SyncEvent::TrainerFailed(party));
+        }
+        if let Some(member) = self.members.get_mut(&party) {
+            member.met = None;
+        }
+        self.record.announce(version);
+        // As for a sync: the effects may answer the request at once.
+        self.wait(party, RequestKind::Meet(version, step), answer, None);
+        let until = self.after(timeout_ms);
+        self.tell(SyncEvent::TrainerMeets(party, version, step, until));
     }
 
     /// Whether explorers can have a version, as far as the service can tell.
@@ -353,11 +405,7 @@ impl Service {
                 }
             }
             FromBridge::Failed(version, reason) => {
-                self.set_reason(party, Some(short(&reason)));
-                self.note(EventKind::Failed, party, |event| {
-                    event.reason = Some(short(&reason));
-                });
-                self.tell(SyncEvent::TrainerFailed(party));
+                self.trainer_failed(party, &reason);
                 if version.is_none() {
                     // The next version that is published starts another.
                     self.retire_bridge();
