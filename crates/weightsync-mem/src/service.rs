@@ -247,7 +247,7 @@ impl SharedRegistry {
                 Ok(Packet::HungUp) if is_gone(&socket) => break,
                 Ok(Packet::HungUp) => Some("it sent an empty packet".into()),
                 Ok(Packet::Data(bytes, _)) => match ReaderMessage::decode(&bytes) {
-                    Ok(message) => self.heed(&mut state, key, message),
+                    Ok(message) => self.on_message(&mut state, key, message),
                     Err(error) => Some(error.to_string()),
                 },
                 // Out of memory or descriptors: the reader lives and its pins count; the caller
@@ -272,7 +272,12 @@ impl SharedRegistry {
     }
 
     /// Handles one message of a reader. An error text if the message breaks the protocol.
-    fn heed(&self, state: &mut RegistryState, key: Key, message: ReaderMessage) -> Option<String> {
+    fn on_message(
+        &self,
+        state: &mut RegistryState,
+        key: Key,
+        message: ReaderMessage,
+    ) -> Option<String> {
         let reader = state.readers.get_mut(&key)?;
         match message {
             ReaderMessage::Refused {

@@ -86,8 +86,10 @@ def _open():
             descriptors.add((number, os.readlink(f"/proc/self/fd/{number}")))
     with open("/proc/self/maps") as file:
         mapped = {line.split()[0] for line in file if "memfd:" in line}
+    threads = os.listdir("/proc/self/task")
     return {
         "descriptors": descriptors,
-        "threads": set(os.listdir("/proc/self/task")),
+        # Torch starts a thread for each device at the first backward pass of a process, and keeps them.
+        "threads": {one for one in threads if not _named(one).startswith("pt_autograd_")},
         "mappings": mapped,
     }

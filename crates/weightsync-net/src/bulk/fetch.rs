@@ -24,7 +24,7 @@ use super::serve::invalid;
 use super::stop::Threads;
 use super::store::{BlockStore, HeldVersion};
 use super::throughput::{Throughput, Transferred};
-use super::{PATIENCE, SUSPECT, WITHHELD};
+use super::{PATIENCE, STALLED, WITHHELD};
 use crate::link::stream::Stream;
 use crate::link::{Credentials, blocking};
 use crate::relay::Item;
@@ -303,7 +303,7 @@ impl FetchTask {
     /// A new connection, whose socket is noted where the end of the fetch finds it; `None` if the fetch
     /// is over.
     fn connect(&self, parent: Parent, note: impl FnOnce(TcpStream)) -> io::Result<Option<Stream>> {
-        let socket = TcpStream::connect_timeout(&parent.address, SUSPECT)?;
+        let socket = TcpStream::connect_timeout(&parent.address, STALLED)?;
         // A stop of all threads also ends the handshake that follows.
         let Some(_watched) = self.threads.watch(&socket)? else {
             return Ok(None);
@@ -314,7 +314,7 @@ impl FetchTask {
         if self.is_over() {
             return Ok(None);
         }
-        let (credentials, patience) = (&self.connections.credentials, Some(SUSPECT));
+        let (credentials, patience) = (&self.connections.credentials, Some(STALLED));
         blocking::prove(socket, credentials, parent.peer(), LinkRole::Bulk, patience).map(Some)
     }
 
@@ -324,14 +324,14 @@ impl FetchTask {
             let (slot, stopped) = (&self.slot, self.is_stopped());
             stopped || slot.is_whole() || slot.missing().next().is_some()
         };
-        self.store.wait_until(over, SUSPECT);
+        self.store.wait_until(over, STALLED);
     }
 
     fn fetch_by(&self, mut socket: Stream, indices: &[usize]) -> io::Result<Option<FetchEnd>> {
         let Some(_watched) = self.threads.watch(socket.socket())? else {
             return Ok(Some(FetchEnd::Stopped));
         };
-        socket.socket().set_read_timeout(Some(SUSPECT))?;
+        socket.socket().set_read_timeout(Some(STALLED))?;
         // As in `connect`: noted first, then checked, so that no stop misses the socket.
         self.sockets().push(socket.socket().try_clone()?);
         if self.is_stopped() {

@@ -29,7 +29,7 @@ const IDLE: Duration = Duration::from_millis(200);
 /// A bulk link that is silent for this long is given up. This is longer than for a control link,
 /// where the sender notices a silent host and names another parent. On a narrow link, TCP may take
 /// a second or more to send lost bytes again.
-pub(crate) const SUSPECT: Duration = Duration::from_millis(2500);
+pub(crate) const STALLED: Duration = Duration::from_millis(2500);
 
 /// A relay that says for this long that it has nothing yet is given up: it may withhold what it has.
 /// An honest one can take minutes, where many children share a narrow link.

@@ -16,7 +16,7 @@ fn place(scheme: &Distributed) -> Result<Endpoint> {
 
 #[test]
 fn agents_are_told_all_but_where_the_sender_is_reached() {
-    let text = "connections=3,deltas=always,every=4,verify=blake3";
+    let text = "every=4,deltas=always,verify=blake3,connections=3";
     let reach = "listen=10.0.0.1:7000,advertise=trainer:7000,tls=/certs,insecure-plaintext";
     let scheme = Distributed::told_by_sender(&format!("{reach},{text}")).unwrap();
     assert_eq!(scheme.told_to_agents(), text);

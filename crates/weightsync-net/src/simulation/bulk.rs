@@ -17,7 +17,7 @@ pub(super) const BLOCK: u64 = 1 << 20;
 const PATIENCE: Time = 30 * SECOND;
 
 /// How long a child waits for a silent parent.
-pub(super) const SUSPECT: Time = 2500 * MS;
+pub(super) const STALLED: Time = 2500 * MS;
 
 /// How long a parent waits for a child that reads nothing.
 const STUCK: Time = 5 * SECOND;
@@ -120,7 +120,7 @@ impl World {
         match self.network.health(child.0, parent.node) {
             (Health::Good, _) => self.clock.after(2 * latency, Event::Asked { number }),
             (Health::Cut, _) => self.clock.after(latency, Event::Broken { number }),
-            (Health::Silent, _) => self.clock.after(SUSPECT, Event::Broken { number }),
+            (Health::Silent, _) => self.clock.after(STALLED, Event::Broken { number }),
         }
     }
 
@@ -138,7 +138,7 @@ impl World {
         let (parent, item) = (transfer.parent, transfer.item);
         let arrival = self.network.health(transfer.child.0, parent.node).0;
         if arrival == Health::Silent {
-            self.clock.after(SUSPECT, Event::Broken { number });
+            self.clock.after(STALLED, Event::Broken { number });
             return;
         }
         let listens = parent.node == 0 || self.agent(parent.node, parent.life).is_some();

@@ -2,7 +2,7 @@
 
 use weightsync_core::Version;
 
-use super::bulk::SUSPECT;
+use super::bulk::STALLED;
 use super::bulk::Transfer;
 use super::network::{Health, Node};
 use super::{Event, World};
@@ -77,7 +77,7 @@ impl World {
                 }
                 (Health::Silent, since) => {
                     let event = Event::Doubt { number, since };
-                    self.clock.after(SUSPECT, event);
+                    self.clock.after(STALLED, event);
                 }
                 (Health::Good, _) => {
                     if std::mem::take(&mut transfer.held) {
@@ -109,7 +109,7 @@ impl World {
             transfer.parent_open = false;
             // A peer that receives nothing gives the link up on its own.
             let good = self.network.is_good(transfer.child.0, node);
-            let pause = if good { latency } else { SUSPECT };
+            let pause = if good { latency } else { STALLED };
             self.clock.after(pause, Event::Broken { number: *number });
         }
     }

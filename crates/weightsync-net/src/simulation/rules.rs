@@ -29,7 +29,7 @@ use std::collections::BTreeMap;
 use weightsync_mem::{Delivery, WorkerInstance};
 
 use super::World;
-use super::bulk::{BLOCK, SUSPECT};
+use super::bulk::{BLOCK, STALLED};
 use super::clock::{MS, SECOND, Time};
 use super::network::{Node, taken};
 use super::{Event, Worker};
@@ -173,7 +173,7 @@ impl World {
             silent += u64::from(!self.network.is_good(before, one));
             before = one;
         }
-        taken(bytes, slowest) + 2 * SECOND + 2 * silent * SUSPECT
+        taken(bytes, slowest) + 2 * SECOND + 2 * silent * STALLED
     }
 
     /// An agent has been assigned this parent.
