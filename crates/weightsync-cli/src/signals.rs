@@ -7,7 +7,9 @@ use std::{fs, io};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator;
 use signal_hook::low_level::exit;
-use weightsync_engine::transport::threads::{self, CondvarExt as _, LockExt as _};
+#[cfg(feature = "net")]
+use weightsync_engine::transport::threads::CondvarExt as _;
+use weightsync_engine::transport::threads::{self, LockExt as _};
 
 /// The signals that end a command. A second one ends it at once: the demo's workers
 /// end by their lifelines, whatever the trainer does.
