@@ -87,7 +87,6 @@ impl<'a> TensorRef<'a> {
     /// [`ExtractError::TooLarge`] if `shape` is no shape of `dtype`, [`ExtractError::StrideCount`] if
     /// there is not one stride per dimension, [`ExtractError::SubByte`] if elements are smaller than
     /// a byte, and [`ExtractError::OutOfBounds`] if an element lies outside `data`.
-    // Longer than a screen: a list of checks, each of which relies on those before it.
     pub fn strided(
         dtype: Dtype,
         shape: &'a [u64],
@@ -116,39 +115,16 @@ impl<'a> TensorRef<'a> {
             });
         }
 
-        let outside = ExtractError::OutOfBounds {
+        // The place of every element is checked here, once for the whole tensor.
+        let placed = extent(shape, strides, offset, size, data.len())
+            .and_then(|start| Some((start, joined(shape, strides, size)?)));
+        let (start, (elements, mut dims)) = placed.ok_or_else(|| ExtractError::OutOfBounds {
             dtype,
             shape: shape.to_vec(),
             strides: strides.to_vec(),
             offset,
             data: data.len() as u64,
-        };
-        // The place of every element is checked here, once for the whole tensor.
-        let start =
-            extent(shape, strides, offset, size, data.len()).ok_or_else(|| outside.clone())?;
-        let mut dims: Vec<Dim> = Vec::new();
-        let mut elements = 1_usize;
-        // A dimension of one element never moves, so its stride may be anything.
-        for (&len, &stride) in shape.iter().zip(strides).filter(|&(&len, _)| len > 1) {
-            // What lies inside `data` is addressed by `usize` and `isize`; what repeats itself, by a
-            // stride of 0, may be longer than memory.
-            let len = usize::try_from(len).map_err(|_| outside.clone())?;
-            elements = elements.checked_mul(len).ok_or_else(|| outside.clone())?;
-            let stride = (stride as isize)
-                .checked_mul(size as isize)
-                .ok_or_else(|| outside.clone())?;
-            // An outer dimension whose step is the whole of the inner one walks on where that ends.
-            // Joined, they are one longer row.
-            match dims.last_mut() {
-                Some(outer) if stride.checked_mul(len as isize) == Some(outer.stride) => {
-                    *outer = Dim {
-                        len: outer.len * len,
-                        stride,
-                    };
-                }
-                _ => dims.push(Dim { len, stride }),
-            }
-        }
+        })?;
         // One row of neighbouring elements is a contiguous tensor, for which there are quicker
         // ways.
         if let [Dim { stride, .. }] = dims[..]
@@ -399,6 +375,32 @@ fn bits_of(dtype: Dtype, shape: &[u64]) -> Result<u64, ExtractError> {
         dtype,
         shape: shape.to_vec(),
     })
+}
+
+/// How many elements there are, and the dimensions by which they are visited: neighbours that make one
+/// longer row are joined. `None` if they are more, or further apart, than memory can be.
+fn joined(shape: &[u64], strides: &[i64], size: u32) -> Option<(usize, Vec<Dim>)> {
+    let mut dims: Vec<Dim> = Vec::new();
+    let mut elements = 1_usize;
+    // A dimension of one element never moves, so its stride may be anything.
+    for (&len, &stride) in shape.iter().zip(strides).filter(|&(&len, _)| len > 1) {
+        // What lies inside the data is addressed by `usize` and `isize`; what repeats itself, by a
+        // stride of 0, may be longer than memory.
+        let len = usize::try_from(len).ok()?;
+        elements = elements.checked_mul(len)?;
+        let stride = (stride as isize).checked_mul(size as isize)?;
+        // An outer dimension whose step is the whole of the inner one walks on where that ends.
+        match dims.last_mut() {
+            Some(outer) if stride.checked_mul(len as isize) == Some(outer.stride) => {
+                *outer = Dim {
+                    len: outer.len * len,
+                    stride,
+                };
+            }
+            _ => dims.push(Dim { len, stride }),
+        }
+    }
+    Some((elements, dims))
 }
 
 /// The byte of the first element, if all elements of a view that has any lie inside `data` bytes.

@@ -99,3 +99,18 @@ pub fn spawn_scoped<'scope, T: Send + 'scope>(
         .name(format!("weightsync-{name}"))
         .spawn_scoped(scope, body)
 }
+
+/// Does work that may block, and waits for its end in a thread of its own: in one that drives async
+/// tasks, where a caller may drop what needs such work too, blocking calls panic. Gives back what the
+/// work takes where no thread can be started.
+pub fn run_apart<T: Send>(name: &str, input: T, work: impl FnOnce(T) + Send) -> Option<T> {
+    let input = Mutex::new(Some(input));
+    let take = || {
+        if let Some(input) = input.locked().take() {
+            work(input);
+        }
+    };
+    // The scope's end joins the thread. One that did not start took nothing.
+    let _ = std::thread::scope(|scope| spawn_scoped(scope, name, take).map(drop));
+    input.into_inner().unwrap_or_else(PoisonError::into_inner)
+}

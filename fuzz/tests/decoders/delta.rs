@@ -10,18 +10,10 @@ use weightsync_fuzz::fuzz;
 const BYTES: usize = 200 * 8;
 
 #[test]
-fn delta_fast() {
-    put("delta_fast", Codec::Fast);
-}
-
-#[test]
-fn delta_gaps() {
-    put("delta_gaps", Codec::Gaps);
-}
-
-#[test]
-fn delta_thin() {
-    put("delta_thin", Codec::Thin);
+fn delta_codecs() {
+    for &codec in Codec::ALL {
+        put(&format!("delta_{}", codec.as_str()), codec);
+    }
 }
 
 /// The first byte of an input says of which elements the span is.

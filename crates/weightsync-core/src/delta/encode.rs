@@ -32,6 +32,15 @@ impl Codec {
         self.into()
     }
 
+    /// The codec of the deltas that are kept to be [folded](super::fold) where those of this one are
+    /// sent: itself, if they can be folded.
+    pub fn foldable(self) -> Self {
+        match self {
+            Self::Fast | Self::Gaps => self,
+            Self::Thin => Self::Fast,
+        }
+    }
+
     /// By which codec a delta was made, as far as its first byte says so: [`Codec::Fast`] and
     /// [`Codec::Gaps`] are read alike.
     ///

@@ -136,7 +136,7 @@ proptest! {
         let pattern = BitPattern::of(dtype);
         let old = weights(pattern, elements, seed);
         let new = trained(pattern, &old, kind, share, seed);
-        for codec in [Codec::Fast, Codec::Gaps, Codec::Thin] {
+        for &codec in Codec::ALL {
             let delta = encoded(pattern, codec, &old, &new);
             prop_assert_eq!(delta.is_empty(), old == new);
             let mut made = vec![0xa5; old.len()];
@@ -227,7 +227,7 @@ proptest! {
         let old = weights(pattern, 40_000, seed);
         let new = trained(pattern, &old, kind, share, seed);
         let mut scratch = Scratch::new();
-        for codec in [Codec::Fast, Codec::Gaps, Codec::Thin] {
+        for &codec in Codec::ALL {
             let delta = encoded(pattern, codec, &old, &new);
             if delta.is_empty() {
                 continue;
@@ -271,7 +271,7 @@ fn each_block_of_a_span_may_change_by_another_share() {
         let mut scratch = Scratch::new();
         for end in [old.len(), bytes + 300 * pattern.width(), old.len()] {
             let (old, new, newer) = (&old[..end], &new[..end], &newer[..end]);
-            for codec in [Codec::Fast, Codec::Gaps, Codec::Thin] {
+            for &codec in Codec::ALL {
                 let mut delta = Vec::new();
                 encode(pattern, codec, old, new, &mut delta, &mut scratch).expect("a span");
                 assert_eq!(

@@ -205,8 +205,6 @@ pub(super) fn apply<W: Word>(
     }
 }
 
-// Longer than a screen: it is hot, and reads the parts of a delta in the order in which they lie
-// there, with two readers that go forward together.
 fn read<W: Word>(
     lists: &mut Lists,
     elements: usize,
@@ -216,18 +214,8 @@ fn read<W: Word>(
     let mut rest = delta;
     let top = rest.split_off(..2).ok_or_else(ends)?;
     let top = u64::from(u16::from_le_bytes([top[0], top[1]]));
-    let mut counts = [0; CLASSES];
-    let mut count = 0_usize;
-    for each in &mut counts {
-        *each = take_number(&mut rest).ok_or_else(ends)?;
-        count = count.saturating_add(*each);
-    }
-    // Before anything is reserved: the counts are claims.
-    if count > elements {
-        return Err(DeltaError::Malformed {
-            what: "more changes than there are elements",
-        });
-    }
+    let counts = take_counts(&mut rest, elements)?.ok_or_else(ends)?;
+    let count = counts.iter().sum();
     let length = rest.split_off(..4).ok_or_else(ends)?;
     let length = u32::from_le_bytes([length[0], length[1], length[2], length[3]]) as usize;
     let coded = rest.split_off(..length).ok_or_else(ends)?;
@@ -267,6 +255,23 @@ fn read<W: Word>(
         0 => Ok((top, delta.len() - rest.len() + plain.bytes())),
         extra => Err(DeltaError::Trailing { extra }),
     }
+}
+
+/// How many changes each class has: `None` where the delta ends before they do. Nothing is reserved
+/// yet, because the counts are claims.
+fn take_counts(rest: &mut &[u8], elements: usize) -> Result<Option<[usize; CLASSES]>, DeltaError> {
+    let mut counts = [0; CLASSES];
+    let mut left = elements;
+    for each in &mut counts {
+        let Some(count) = take_number(rest) else {
+            return Ok(None);
+        };
+        left = left.checked_sub(count).ok_or(DeltaError::Malformed {
+            what: "more changes than there are elements",
+        })?;
+        *each = count;
+    }
+    Ok(Some(counts))
 }
 
 /// A coder for numbers that are mostly about as large as the numbers before them.

@@ -169,12 +169,8 @@ impl MappingPlan {
                     shape,
                     order,
                 });
-            } else if let Some(dtype) = packed(target) {
-                problems.push(Problem::Packed {
-                    rule,
-                    tensor,
-                    dtype,
-                });
+            } else if let Some(problem) = target.packed(rule) {
+                problems.push(problem);
             } else {
                 target.transpose(order);
                 target.rules.push(rule);
@@ -428,19 +424,29 @@ impl TargetTensor {
 
     /// Why nothing can be added to it along this dimension.
     fn cannot_grow(&self, rule: usize, dim: usize) -> Option<Problem> {
-        let tensor = self.name.clone();
-        if dim >= self.shape.len() {
-            let shape = self.shape.clone();
-            return Some(Problem::Dim {
-                rule,
-                tensor,
-                shape,
-                dim,
-            });
+        match self.length(rule, dim) {
+            Ok(_) => self.packed(rule),
+            Err(problem) => Some(problem),
         }
-        packed(self).map(|dtype| Problem::Packed {
+    }
+
+    /// Its length along this dimension, if it has that dimension.
+    fn length(&self, rule: usize, dim: usize) -> Result<u64, Problem> {
+        let length = self.shape.get(dim).copied();
+        length.ok_or_else(|| Problem::Dim {
             rule,
-            tensor,
+            tensor: self.name.clone(),
+            shape: self.shape.clone(),
+            dim,
+        })
+    }
+
+    /// Why it has no parts: several of its elements lie in one byte.
+    fn packed(&self, rule: usize) -> Option<Problem> {
+        let dtype = self.dtype;
+        dtype.bytes().is_none().then(|| Problem::Packed {
+            rule,
+            tensor: self.name.clone(),
             dtype,
         })
     }
@@ -576,22 +582,10 @@ fn split(
     if let Some(problem) = target.after_quantising(rule) {
         return Err(problem);
     }
-    if let Some(dtype) = packed(target) {
-        return Err(Problem::Packed {
-            rule,
-            tensor,
-            dtype,
-        });
+    if let Some(problem) = target.packed(rule) {
+        return Err(problem);
     }
-    let Some(&expected) = target.shape.get(dim) else {
-        let shape = target.shape.clone();
-        return Err(Problem::Dim {
-            rule,
-            tensor,
-            shape,
-            dim,
-        });
-    };
+    let expected = target.length(rule, dim)?;
     let got = into
         .iter()
         .fold(0_u64, |sum, (_, len)| sum.saturating_add(*len));
@@ -612,10 +606,6 @@ fn split(
         part
     });
     Ok(parts.collect())
-}
-
-fn packed(target: &TargetTensor) -> Option<Dtype> {
-    target.dtype.bytes().is_none().then_some(target.dtype)
 }
 
 fn permuted<T: Copy>(values: &[T], order: &[usize]) -> Vec<T> {

@@ -144,7 +144,7 @@ impl Coded {
     }
 
     pub(crate) fn is_thin(&self) -> bool {
-        Codec::of(&self.sent) == Some(Codec::Thin)
+        Codec::of(&self.sent).is_some_and(|codec| codec != codec.foldable())
     }
 
     /// The bytes to send.
@@ -472,13 +472,9 @@ impl Delta {
         if self.spans[index].get().is_some() {
             return;
         }
-        // Thin deltas cannot be folded.
-        let (foldable, thin) = match codec {
-            Codec::Thin => (Codec::Fast, true),
-            foldable @ (Codec::Fast | Codec::Gaps) => (foldable, false),
-        };
+        let foldable = codec.foldable();
         let (made, bytes) = versions.encode(index, foldable, scratch);
-        let thin = thin.then(|| versions.encode(index, Codec::Thin, scratch).1);
+        let thin = (codec != foldable).then(|| versions.encode(index, codec, scratch).1);
         self.keep(index, versions, made, bytes, thin);
     }
 

@@ -157,20 +157,10 @@ impl Drop for CollectorPort {
             return;
         };
         if self.owner.is_here() {
-            // Its tasks do not wait for anything but connections. On a thread of its own: in one that
-            // drives async tasks, where a caller may drop the port too, the wait would panic.
-            let runtime = Mutex::new(Some(runtime));
-            let end = || {
-                runtime
-                    .locked()
-                    .take()
-                    .map(|one| one.shutdown_timeout(HANDSHAKE))
-            };
-            let _ = std::thread::scope(|scope| threads::spawn_scoped(scope, "end", end).map(drop));
-            // No thread could be started.
-            let left = runtime.locked().take();
-            if let Some(_left) = left {
-                Runtime::shutdown_background(_left)
+            // Its tasks do not wait for anything but connections.
+            let end = |runtime: Runtime| runtime.shutdown_timeout(HANDSHAKE);
+            if let Some(runtime) = threads::run_apart("end", runtime, end) {
+                runtime.shutdown_background();
             }
         } else {
             // In a forked child its threads do not exist.

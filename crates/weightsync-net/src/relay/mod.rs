@@ -11,9 +11,9 @@ pub(crate) mod plan;
 mod service;
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
-use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -21,7 +21,7 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 use weightsync_core::{Epoch, Run};
-use weightsync_mem::threads::{self, LockExt as _};
+use weightsync_mem::threads;
 use weightsync_mem::{Backoff, Deadline, Ending, Listener, Origin, left};
 
 use self::driver::{Driver, DriverEvent};
@@ -274,14 +274,8 @@ pub(crate) fn tell_to_end<T: Send>(events: &mpsc::Sender<T>, stop: T) {
     if Handle::try_current().is_err() {
         return tell(stop);
     }
-    // In a thread that drives async tasks, where a caller may drop an end too, a blocking send panics.
-    let stop = Mutex::new(Some(stop));
-    let told = std::thread::scope(|scope| {
-        let work = || stop.locked().take().map(tell);
-        threads::spawn_scoped(scope, "end", work).map(drop)
-    });
     // Without a thread: attempts have no place in the queue, but the task reads it until it ends.
-    let mut stop = stop.into_inner().ok().flatten().filter(|_| told.is_err());
+    let mut stop = threads::run_apart("end", stop, tell);
     while let Some(one) = stop.take() {
         if let Err(TrySendError::Full(back)) = events.try_send(one) {
             stop = Some(back);

@@ -149,6 +149,8 @@ pub(super) unsafe fn compare_avx512<W: Word, const PLACES: bool>(
     places: &mut [u16],
     steps: &mut [W],
 ) -> usize {
+    // One function: the constants and the counts stay in registers from vector to vector, and each
+    // width of an element needs its own instructions at the same two places of the loop.
     let vectors = W::BYTES;
     let lanes = 64 / W::BYTES;
     let whole = old.len() / (64 * W::BYTES);
