@@ -158,6 +158,33 @@ def test_remote_engine_has_each_version(server: Server, checkpoint: Path, tmp_pa
     assert list(folders.iterdir()) == []
 
 
+@pytest.mark.parametrize("end", ["drop", "exit", "restart"])
+def test_forked_process_keeps_the_engines_folders(tmp_path: Path, end: str) -> None:
+    program = f"""
+import gc, os, sys
+from weightsync.engines import Remote
+
+remote = Remote("http://127.0.0.1:1", routes={ROUTES!r}, directory={str(tmp_path)!r})
+kept = remote._folders.new("v1")
+remote._folders.keep(kept)
+if (child := os.fork()) == 0:
+    if {end!r} == "restart":
+        remote.is_gone()
+    elif {end!r} == "drop":
+        del remote
+        gc.collect()
+    else:
+        sys.exit()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(kept.exists())
+"""
+    said = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
+    assert said.stdout == "True\n"
+    # The parent's end removes them.
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("of", ["mixtral", "qwen3-moe"])
 def test_remote_engine_gets_experts_in_the_form_of_its_checkpoint(of: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"

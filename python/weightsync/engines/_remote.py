@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -271,22 +272,22 @@ class _Folders:
         # The engine has a working directory of its own.
         absolute = None if directory is None else _checks.absolute(directory)
         try:
-            # Removed with this object, or at the program's end.
-            self._all = tempfile.TemporaryDirectory(
-                prefix="weightsync-", dir=absolute, ignore_cleanup_errors=True
-            )
+            self._all = Path(tempfile.mkdtemp(prefix="weightsync-", dir=absolute))
         except OSError as error:
             raise OperatingSystemError(f"directory: no folder can be made there: {error}") from error
+        self._owner = os.getpid()
+        # Removed with this object, or at the program's end.
+        weakref.finalize(self, _remove_folder, self._all, self._owner)
         self._kept: Path | None = None
         # The engine may still read these.
         self._late: list[Path] = []
         # Below the system's temporary folder they are for the engines of this user.
         self._mode = 0o700 if directory is None else 0o755
-        os.chmod(self._all.name, self._mode)
+        self._all.chmod(self._mode)
 
     def new(self, name: str) -> Path:
         """Makes a folder."""
-        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._all.name))
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._all))
         folder.chmod(self._mode)
         return folder
 
@@ -305,8 +306,13 @@ class _Folders:
         for one in gone:
             self.remove(one)
 
-    @staticmethod
-    def remove(folder: Path) -> None:
+    def remove(self, folder: Path) -> None:
+        _remove_folder(folder, self._owner)
+
+
+def _remove_folder(folder: Path, process: int) -> None:
+    # A process that was forked has the object, too, and its parent's engine reads the folder.
+    if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
 
 

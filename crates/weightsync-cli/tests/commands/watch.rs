@@ -301,6 +301,49 @@ fn watch_leaves_the_directory_of_another_alone() {
     assert_eq!(dir.names("out"), ["v1"]);
 }
 
+#[test]
+fn watch_leaves_what_was_pulled_from_another_store() {
+    let dir = Dir::new();
+    for (store, first, versions) in [("one", 0, 3), ("two", 10, 6)] {
+        let mut writer = dir.writer(store);
+        for step in 1..=versions {
+            writer
+                .save_weights("policy", &numbered((first + step) as f32))
+                .unwrap();
+        }
+    }
+    // A user's own pull, and one by a watch of another store.
+    for words in [
+        &["pull", "one", "--version", "2", "--out", "out/v2"][..],
+        &["watch", "one", "--once", "--exec", "true", "--out", "out"],
+        &["pull", "two", "--version", "4", "--out", "out/v4"],
+        &["pull", "two", "--version", "5", "--out", "out/v5"],
+        &["watch", "two", "--once", "--exec", "true", "--out", "out"],
+    ] {
+        let output = dir.run(words);
+        assert!(
+            output.status.success(),
+            "{words:?}: {}",
+            text(&output.stderr)
+        );
+    }
+    assert_eq!(dir.names("out"), ["v2", "v3", "v5", "v6"]);
+    // A version of the same number takes no other's place.
+    let mut writer = dir.writer("three");
+    for step in 1..=3 {
+        writer
+            .save_weights("policy", &numbered(20.0 + step as f32))
+            .unwrap();
+    }
+    let words = ["watch", "three", "--once", "--exec", "true", "--out", "out"];
+    dir.fails(
+        &words,
+        &["out/v3 is not replaced", "policy v3 of the store", "/one"],
+    );
+    let bytes = &dir.checkpoint("out/v3")["norm"].2;
+    assert_eq!(bytes[..4], 3.0_f32.to_le_bytes());
+}
+
 impl Dir {
     fn watch(&self, words: &[&str]) -> Watch {
         Watch::start(&mut self.command(&[&["watch"], words].concat()))

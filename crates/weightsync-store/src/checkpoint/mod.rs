@@ -29,7 +29,7 @@ use crate::writer::is_extra_file;
 
 #[cfg(feature = "fuzz")]
 pub(crate) use self::pull::is_mark;
-pub use self::pull::{PULL_MARK, Pulled, remove_pulled};
+pub use self::pull::{PULL_MARK, Pulled};
 pub use self::push::{PushOptions, Pushed};
 
 /// The longest file that is taken along with the weights, and the most bytes of all of them.

@@ -1,11 +1,12 @@
 //! Writing a version out as a checkpoint directory.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::UNIX_EPOCH;
 
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
@@ -18,7 +19,7 @@ use crate::anchor;
 use crate::error::{Damage, Result, StoreError};
 use crate::progress::Work;
 use crate::storage::{Directory, Metered, Storage};
-use crate::store::{LoadedModel, Store, Which};
+use crate::store::{LoadedModel, ModelVersion, Store, StoredModel, Which};
 use crate::writer::SaveOptions;
 
 /// The file by which a directory is known to be one that [`Store::pull`] wrote.
@@ -51,7 +52,27 @@ struct PullMark {
     model: ModelId,
     version: Version,
     digest: Digest,
-    files: BTreeSet<String>,
+    /// The files by name, and how they were written.
+    files: BTreeMap<String, WrittenFile>,
+}
+
+/// A file as it was written: another one is of somebody else, whatever its name is.
+#[derive(PartialEq, Eq, Serialize, Deserialize)]
+struct WrittenFile {
+    bytes: u64,
+    /// When it was changed last, in milliseconds since 1970. It is compared with itself alone.
+    modified: u64,
+}
+
+impl WrittenFile {
+    fn of(file: &File) -> io::Result<Self> {
+        let about = file.metadata()?;
+        let modified = about.modified()?.duration_since(UNIX_EPOCH);
+        Ok(Self {
+            bytes: about.len(),
+            modified: modified.unwrap_or_default().as_millis() as u64,
+        })
+    }
 }
 
 /// Whether bytes say what a directory holds.
@@ -73,8 +94,86 @@ impl Store {
     ///
     /// [`StoreError::Occupied`], those of [`load`](Self::load), and [`StoreError::SeveralModels`].
     pub fn pull(&self, which: &Which, model: Option<&ModelId>, out: &Path) -> Result<Pulled> {
+        self.pull_to(which, model, out, None)
+    }
+
+    /// The same for a version that was listed, where a program and not its user has chosen the directory.
+    /// One is replaced only if it was pulled from this store and for this model, or has the same bytes: it
+    /// may be the last copy of what another store had.
+    ///
+    /// # Errors
+    ///
+    /// As [`pull`](Self::pull).
+    pub fn pull_again(
+        &self,
+        stored: &StoredModel,
+        model: Option<&ModelId>,
+        out: &Path,
+    ) -> Result<Pulled> {
+        let which = Which::Exactly(ModelVersion {
+            model: model.cloned(),
+            version: stored.version,
+        });
+        let origin = self.origin(&stored.model, Some(stored.digest));
+        self.pull_to(&which, model, out, Some(origin))
+    }
+
+    /// Whether a pull of this store made a directory for this model. Others may have put something there
+    /// since.
+    pub fn has_pulled(&self, model: &ModelId, path: &Path) -> bool {
+        let opened = OpenDir::open_no_link(path);
+        let mark = opened.and_then(|dir| read_mark(&dir)).ok().flatten();
+        mark.is_some_and(|mark| self.origin(model, None).is_of(&mark))
+    }
+
+    /// Removes a directory that a pull of this store wrote for this model.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Occupied`] if it has anything else; [`StoreError::File`].
+    pub fn remove_pulled(&self, model: &ModelId, path: &Path) -> Result<()> {
+        let origin = self.origin(model, None);
+        let failed = || StoreError::file("removing", path.display().to_string());
+        let dir = OpenDir::open_no_link(path).map_err(failed())?;
+        check_written(&dir, path, Some(&origin))?;
+        // Renamed first, and looked at again: somebody may write there, or exchange it.
+        let name = name_of(path);
+        let going = format!(".{name}{UNFINISHED}{}", unique());
+        let above = dir.above().map_err(failed())?;
+        above.rename(&name, &going).map_err(failed())?;
+        let is_it = || Ok(above.inode_of(&going)? == dir.inode()?);
+        match is_it().map_err(failed())? && check_written(&dir, path, Some(&origin)).is_ok() {
+            true => {
+                dir.remove_all().map_err(failed())?;
+                above.remove_dir(&going).map_err(failed())
+            }
+            false => {
+                above.rename(&going, &name).map_err(failed())?;
+                Err(StoreError::Occupied {
+                    path: path.display().to_string(),
+                    what: "another process has put something there".into(),
+                })
+            }
+        }
+    }
+
+    fn origin(&self, model: &ModelId, digest: Option<Digest>) -> PullOrigin {
+        PullOrigin {
+            store: self.name(),
+            model: model.clone(),
+            digest,
+        }
+    }
+
+    fn pull_to(
+        &self,
+        which: &Which,
+        model: Option<&ModelId>,
+        out: &Path,
+        origin: Option<PullOrigin>,
+    ) -> Result<Pulled> {
         // Before anything large is read.
-        let target = TargetDirectory::new(out)?;
+        let target = TargetDirectory::new(out, origin)?;
         let (loaded, mut files) = self.load_with_files(which, model)?;
         let LoadedModel {
             snapshot,
@@ -110,11 +209,11 @@ impl Store {
             model: snapshot.model().clone(),
             version: snapshot.version(),
             digest,
-            files: written.into_iter().map(|file| file.name).collect(),
+            files: unfinished.files(written.into_iter().map(|file| file.name))?,
         };
         let text = serde_json::to_vec_pretty(&mark);
         let text = text.unwrap_or_else(|error| unreachable!("plain values become JSON: {error}"));
-        // A later pull may replace only what this mark lists.
+        // A later pull may replace only what this mark lists, as it is now.
         anchor::write_file(&*storage, "", PULL_MARK, [&text[..]].into_iter())?;
         unfinished.place(&target)?;
         Ok(Pulled {
@@ -143,15 +242,31 @@ impl Store {
     }
 }
 
+/// From where a directory has to have been pulled for this program to replace or remove it.
+struct PullOrigin {
+    store: String,
+    model: ModelId,
+    /// Of a version with which one may replace another of any origin: nothing is lost.
+    digest: Option<Digest>,
+}
+
+impl PullOrigin {
+    fn is_of(&self, mark: &PullMark) -> bool {
+        (&self.store, &self.model) == (&mark.store, &mark.model) || self.digest == Some(mark.digest)
+    }
+}
+
 /// Where a directory is to be.
 struct TargetDirectory {
     path: PathBuf,
     /// The directory it is in.
     above: PathBuf,
+    /// Of what is replaced there; any without it.
+    origin: Option<PullOrigin>,
 }
 
 impl TargetDirectory {
-    fn new(out: &Path) -> Result<Self> {
+    fn new(out: &Path, origin: Option<PullOrigin>) -> Result<Self> {
         let failed = || StoreError::file("writing", out.display().to_string());
         // One behind a link is replaced where it is, and not the link.
         let path = match fs::canonicalize(out) {
@@ -166,7 +281,11 @@ impl TargetDirectory {
         };
         let path = path.map_err(failed())?;
         let above = path.parent().unwrap_or(&path).to_owned();
-        let target = Self { path, above };
+        let target = Self {
+            path,
+            above,
+            origin,
+        };
         target.is_replaceable()?;
         Ok(target)
     }
@@ -191,13 +310,13 @@ impl TargetDirectory {
         }
         let opened = OpenDir::open_no_link(&self.path);
         let dir = opened.map_err(StoreError::file("opening", self.path.display().to_string()))?;
-        check_written(&dir, &self.path)
+        check_written(&dir, &self.path, self.origin.as_ref())
     }
 }
 
 /// Whether a directory of this user has what [`Store::pull`] wrote, and nothing else; false if it is empty.
-/// `named` is how errors name it.
-fn check_written(dir: &OpenDir, named: &Path) -> Result<bool> {
+/// `named` is how errors name it. With an origin, it has to be of that.
+fn check_written(dir: &OpenDir, named: &Path, origin: Option<&PullOrigin>) -> Result<bool> {
     let occupied = |what: String| StoreError::Occupied {
         path: named.display().to_string(),
         what,
@@ -210,57 +329,46 @@ fn check_written(dir: &OpenDir, named: &Path) -> Result<bool> {
     if !dir.is_own().map_err(failed())? {
         return Err(occupied("it belongs to another user".into()));
     }
-    let mut mark = Vec::new();
-    if entries.iter().any(|entry| entry.name == PULL_MARK) {
-        let file = dir.file(PULL_MARK).map_err(failed())?;
-        let read = file.take(MAX_INDEX).read_to_end(&mut mark);
-        read.map_err(failed())?;
-    }
-    let Ok(mark) = serde_json::from_slice::<PullMark>(&mark) else {
+    let Some(mark) = read_mark(dir).map_err(failed())? else {
         return Err(occupied("it is not empty, and no pull wrote it".into()));
     };
+    if origin.is_some_and(|origin| !origin.is_of(&mark)) {
+        let (model, version, store) = (&mark.model, mark.version, &mark.store);
+        let what = format!("it has {model} {version} of the store {store}, which is another one");
+        return Err(occupied(what));
+    }
     let is_ours = |entry: &&ListedEntry| {
         let name = entry.name.to_str();
-        let known = |name: &str| name == PULL_MARK || mark.files.contains(name);
+        let known = |name: &str| name == PULL_MARK || mark.files.contains_key(name);
         entry.is_file && name.is_some_and(known)
     };
-    match entries.iter().find(|entry| !is_ours(entry)) {
-        Some(other) => {
-            let other = other.name.to_string_lossy();
-            Err(occupied(format!("it has {other}, which no pull wrote")))
-        }
-        None => Ok(true),
+    if let Some(other) = entries.iter().find(|entry| !is_ours(entry)) {
+        let other = other.name.to_string_lossy();
+        return Err(occupied(format!("it has {other}, which no pull wrote")));
     }
+    for (name, written) in &mark.files {
+        let found = match dir.file(name) {
+            // Removed since.
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            file => file.and_then(|file| WrittenFile::of(&file)),
+        };
+        // Weights that a user has saved there have the same name.
+        if found.map_err(failed())? != *written {
+            let what = format!("it has {name}, which was changed since it was pulled");
+            return Err(occupied(what));
+        }
+    }
+    Ok(true)
 }
 
-/// Removes a directory that [`Store::pull`] wrote.
-///
-/// # Errors
-///
-/// [`StoreError::Occupied`] if it has anything else; [`StoreError::File`].
-pub fn remove_pulled(path: &Path) -> Result<()> {
-    let failed = || StoreError::file("removing", path.display().to_string());
-    let dir = OpenDir::open_no_link(path).map_err(failed())?;
-    check_written(&dir, path)?;
-    // Renamed first, and looked at again: somebody may write there, or exchange it.
-    let name = name_of(path);
-    let going = format!(".{name}{UNFINISHED}{}", unique());
-    let above = dir.above().map_err(failed())?;
-    above.rename(&name, &going).map_err(failed())?;
-    let is_it = || Ok(above.inode_of(&going)? == dir.inode()?);
-    match is_it().map_err(failed())? && check_written(&dir, path).is_ok() {
-        true => {
-            dir.remove_all().map_err(failed())?;
-            above.remove_dir(&going).map_err(failed())
-        }
-        false => {
-            above.rename(&going, &name).map_err(failed())?;
-            Err(StoreError::Occupied {
-                path: path.display().to_string(),
-                what: "another process has put something there".into(),
-            })
-        }
-    }
+/// What a directory says that it holds; `None` if it says nothing.
+fn read_mark(dir: &OpenDir) -> io::Result<Option<PullMark>> {
+    let mut mark = Vec::new();
+    match dir.file(PULL_MARK) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        file => file?.take(MAX_INDEX).read_to_end(&mut mark)?,
+    };
+    Ok(serde_json::from_slice(&mark).ok())
 }
 
 /// Whether a file system is mounted at a directory.
@@ -326,6 +434,17 @@ impl UnfinishedDirectory {
         ))
     }
 
+    /// How these files of it were written.
+    fn files(&self, names: impl Iterator<Item = String>) -> Result<BTreeMap<String, WrittenFile>> {
+        let failed = || StoreError::file("reading", self.path.display().to_string());
+        let dir = OpenDir::open_no_link(&self.path).map_err(failed())?;
+        let files = names.map(|name| {
+            let file = dir.file(&name).and_then(|file| WrittenFile::of(&file));
+            Ok((name, file.map_err(failed())?))
+        });
+        files.collect()
+    }
+
     /// Gives it its name. What had that name is removed.
     fn place(mut self, target: &TargetDirectory) -> Result<()> {
         let failed = |error| StoreError::file("writing", target.path.display().to_string())(error);
@@ -335,7 +454,7 @@ impl UnfinishedDirectory {
             // In one step where the system has it: `out` always leads to a whole checkpoint.
             true => exchange(&self.path, &target.path).and_then(|()| {
                 let older = OpenDir::open_no_link(&self.path)?;
-                let Err(error) = check_written(&older, &target.path) else {
+                let Err(error) = check_written(&older, &target.path, target.origin.as_ref()) else {
                     return Ok(());
                 };
                 // It is another one than was looked at. Nothing of it is removed, whatever becomes of it.

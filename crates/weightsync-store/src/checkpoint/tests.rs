@@ -476,6 +476,46 @@ fn pull_replaces_only_what_a_pull_wrote() {
     assert_eq!(fs::read_dir(at("mine")).unwrap().count(), 2);
 }
 
+/// A trainer may save where it has its first weights from, and its files have the same names.
+#[test]
+fn pulled_file_that_was_changed_is_not_replaced() {
+    let dir = TempDir::new().unwrap();
+    let at = |path: &str| dir.path().join(path);
+    let store = Store::open(at("store").to_str().unwrap()).unwrap();
+    let options = SaveOptions {
+        files: vec![("config.json".into(), b"{}".to_vec())],
+        ..SaveOptions::default()
+    };
+    let mut writer = Writer::claim(&store, options).unwrap();
+    writer.save_weights("m", &weights(&["a"])).unwrap();
+    let model = ModelId::new("m").unwrap();
+    let pull = || store.pull(&Which::Newest, None, &at("out"));
+    for name in ["config.json", "model.safetensors"] {
+        pull().unwrap();
+        let file = at("out").join(name);
+        // As long as before, so that the time alone tells.
+        let mine = vec![b'x'; fs::read(&file).unwrap().len()];
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        fs::write(&file, &mine).unwrap();
+        let replaced = pull().unwrap_err();
+        let removed = store.remove_pulled(&model, &at("out")).unwrap_err();
+        for error in [replaced, removed] {
+            let said = error.to_string();
+            assert!(matches!(error, StoreError::Occupied { .. }), "{said}");
+            assert!(
+                said.contains(name) && said.contains("changed since"),
+                "{said}"
+            );
+        }
+        assert_eq!(fs::read(&file).unwrap(), mine);
+        // One that is gone is no reason.
+        fs::remove_file(&file).unwrap();
+        pull().unwrap();
+    }
+    store.remove_pulled(&model, &at("out")).unwrap();
+    assert!(!at("out").exists());
+}
+
 /// Stops each call at each of the moments when it says how far it is.
 #[test]
 fn calls_that_are_ended_leave_nothing() {

@@ -145,6 +145,11 @@ impl Writer {
                 // It is ours to replace, unless another writer has saved something.
                 if let Some(by) = self.later_run()? {
                     self.successor = Some(by);
+                    // No head tells whether the unsettled version was published: the successor may have
+                    // gone on from it. So nothing of it is removed.
+                    if let Some(Unsettled { place, .. }) = self.unsettled {
+                        self.removed.remove(&place);
+                    }
                     return Err(self.fenced(by));
                 }
                 // A store that was removed stays so.

@@ -461,6 +461,44 @@ fn fenced_save_counts_if_it_was_published() {
     }
 }
 
+/// The answer of a save gets lost, a successor saves the changes since, and then the head is damaged,
+/// before each call in turn.
+#[test]
+fn fenced_writer_removes_nothing_when_the_head_is_damaged() {
+    let mut lost = 0;
+    for call in 0..40 {
+        let dir = memory();
+        let faulty = Faulty::new(Directory::new(dir.path()), InjectedFault::Lost);
+        let mut old = Trainer::new(Arc::new(faulty.clone()), Keep::All);
+        old.claim().unwrap();
+        old.save(&["policy"]).unwrap();
+        let mut new = Trainer::new(Arc::new(Directory::new(dir.path())), Keep::All);
+        new.count = 1000;
+        let head = dir.path().join(HEAD);
+        faulty.meanwhile(call + 1, move || {
+            new.claim().unwrap();
+            new.writer.as_mut().unwrap().read_base().unwrap();
+            new.save(&["policy"]).unwrap();
+            std::fs::write(head, b"spoilt").unwrap();
+        });
+        faulty.fail_at(call);
+        let saved = old.save(&["policy"]);
+        faulty.mend();
+        let store = Store::on(Arc::new(Directory::new(dir.path())));
+        let all = store.versions().unwrap();
+        lost += u64::from(saved.is_err() && all.versions.len() == 3);
+        for version in &all.versions {
+            let which = which("policy", version.models[0].version);
+            let loaded = store.load(&which);
+            loaded.unwrap_or_else(|error| panic!("call {call}: {error}"));
+        }
+    }
+    assert!(
+        lost > 0,
+        "the answer that gets lost is that of no publication"
+    );
+}
+
 /// A successor claims the store and publishes before each call of a claim and two saves in turn.
 #[test]
 fn overtaken_writer_removes_nothing_of_its_successor() {

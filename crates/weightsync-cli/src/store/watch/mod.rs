@@ -10,9 +10,7 @@ use std::time::Duration;
 
 use weightsync_core::{ModelId, Remedy, Version};
 use weightsync_engine::transport::{Backoff, interrupt};
-use weightsync_store::{
-    ModelVersion, Pulled, Store, StoreError, StoredModel, StoredVersion, Which,
-};
+use weightsync_store::{Pulled, Store, StoreError, StoredModel, StoredVersion};
 
 use crate::signals::Signals;
 use crate::words::shown;
@@ -111,7 +109,7 @@ fn watch(args: &WatchArgs, signals: &Signals) -> Result<u8, Box<dyn Error>> {
             return Ok(signals.caught().map_or(SUCCESS, |signal| 128 + signal));
         };
         // Only after the command has ended, because it may read older directories.
-        watched.remove_others(pulled.version, status.success());
+        watched.remove_others(&pulled, status.success());
         match status.success() {
             true => eprintln!("weightsync: {name}: the command succeeded"),
             false => eprintln!("weightsync: {name}: the command failed: {status}"),
@@ -223,31 +221,29 @@ impl WatchedStore {
         if self.model.is_some() && stored.is_none() || self.ran >= Some(asked) {
             return Ok(None);
         }
-        let which = Which::Exactly(ModelVersion {
-            model: self.model.clone(),
-            version: asked,
-        });
         let out = self.out.join(format!("v{}", asked.0));
-        let pulled = self.store.pull(&which, self.model.as_ref(), &out)?;
-        Ok(Some(pulled))
+        stored
+            .map(|stored| self.store.pull_again(stored, self.model.as_ref(), &out))
+            .transpose()
     }
 
     /// Removes what is of no more use once the command has ended for this version: the directory for
     /// which it failed before, and, if it succeeded, those of older versions but for the newest of them.
-    fn remove_others(&mut self, than: Version, succeeded: bool) {
+    fn remove_others(&mut self, pulled: &Pulled, succeeded: bool) {
+        let (model, than) = (&pulled.model, pulled.version);
         let failed = match succeeded {
             true => self.failed.take(),
             false => self.failed.replace(than),
         };
         let mut kept = 0;
-        for (version, path) in versions_in(&self.out) {
+        for (version, path) in self.versions_of(model) {
             let is_older = succeeded && version <= than;
             // A directory of an older version stays until a command has succeeded with a newer one.
             if failed != Some(version) && (!is_older || kept < KEPT) {
                 kept += usize::from(is_older);
                 continue;
             }
-            if let Err(error) = weightsync_store::remove_pulled(&path)
+            if let Err(error) = self.store.remove_pulled(model, &path)
                 // Said once for each directory, and tried again each time.
                 && self.left.insert(path.clone())
             {
@@ -256,22 +252,22 @@ impl WatchedStore {
             }
         }
     }
-}
 
-/// The directories that watching has made, the newest first.
-fn versions_in(out: &Path) -> Vec<(Version, PathBuf)> {
-    let entries = fs::read_dir(out).into_iter().flatten().flatten();
-    let versions = entries.filter_map(|entry| {
-        let name = entry.file_name();
-        let version = name.to_str()?.strip_prefix('v')?.parse().ok()?;
-        let path = entry.path();
-        // Only a directory with the mark of a pull is ever removed.
-        path.join(weightsync_store::PULL_MARK)
-            .is_file()
-            .then_some((Version(version), path))
-    });
-    let mut versions: Vec<_> = versions.collect();
-    versions.sort();
-    versions.reverse();
-    versions
+    /// The directories that watching has made for a model, the newest first.
+    fn versions_of(&self, model: &ModelId) -> Vec<(Version, PathBuf)> {
+        let entries = fs::read_dir(&self.out).into_iter().flatten().flatten();
+        let versions = entries.filter_map(|entry| {
+            let name = entry.file_name();
+            let version = name.to_str()?.strip_prefix('v')?.parse().ok()?;
+            let path = entry.path();
+            // Only what was pulled from this store is ever removed. Another store may not have its version
+            // any more.
+            let is_own = self.store.has_pulled(model, &path);
+            is_own.then_some((Version(version), path))
+        });
+        let mut versions: Vec<_> = versions.collect();
+        versions.sort();
+        versions.reverse();
+        versions
+    }
 }
