@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
+import os
 import subprocess
 import sys
 import urllib.request
@@ -156,6 +158,22 @@ def test_remote_engine_has_each_version(server: Server, checkpoint: Path, tmp_pa
     del trainer, remote
     gc.collect()
     assert list(folders.iterdir()) == []
+
+
+def test_forked_process_keeps_the_folders_of_its_parent(tmp_path: Path) -> None:
+    remote = Remote("http://127.0.0.1:1", routes=ROUTES, directory=tmp_path)
+    (folder,) = tmp_path.iterdir()
+    for end in (atexit._run_exitfuncs, lambda: remote.__dict__.clear()):
+        if (child := os.fork()) == 0:
+            # What a child does that ends as any program does, and one that drops the engine.
+            end()
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert folder.exists()
+    del remote
+    gc.collect()
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("of", ["mixtral", "qwen3-moe"])

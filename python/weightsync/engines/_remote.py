@@ -271,22 +271,20 @@ class _Folders:
         # The engine has a working directory of its own.
         absolute = None if directory is None else _checks.absolute(directory)
         try:
-            # Removed with this object, or at the program's end.
-            self._all = tempfile.TemporaryDirectory(
-                prefix="weightsync-", dir=absolute, ignore_cleanup_errors=True
-            )
+            self._all = Path(tempfile.mkdtemp(prefix="weightsync-", dir=absolute))
         except OSError as error:
             raise OperatingSystemError(f"directory: no folder can be made there: {error}") from error
+        _files.removed_with(self, self._all)
         self._kept: Path | None = None
         # The engine may still read these.
         self._late: list[Path] = []
         # Below the system's temporary folder they are for the engines of this user.
         self._mode = 0o700 if directory is None else 0o755
-        os.chmod(self._all.name, self._mode)
+        self._all.chmod(self._mode)
 
     def new(self, name: str) -> Path:
         """Makes a folder."""
-        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._all.name))
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._all))
         folder.chmod(self._mode)
         return folder
 
