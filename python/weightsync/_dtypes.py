@@ -84,14 +84,17 @@ def of_tensor(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     return found, shape
 
 
+def has_strides(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be read by its strides, which count elements: not if two share a byte, unless
+    it is row-major."""
+    return tensor.is_contiguous() or tensor.dtype is not _to_torch().get(PACKED)
+
+
 def packed_in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a row-major copy of its bytes if two of its elements share one: a stride counts
-    elements."""
+    """The tensor, or a row-major copy of its bytes if it cannot be read by its strides."""
     import torch
 
-    if tensor.is_contiguous() or tensor.dtype is not _to_torch().get(PACKED):
-        return tensor
-    return tensor.view(torch.uint8).contiguous()
+    return tensor if has_strides(tensor) else tensor.view(torch.uint8).contiguous()
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
-from typing import BinaryIO
+import weakref
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from weightsync.errors import OperatingSystemError
 
@@ -33,3 +36,17 @@ def read(path: str | os.PathLike[str], most: int) -> bytes:
     if len(data) > most:
         raise OperatingSystemError(f"{os.fspath(path)} has more than {most} bytes")
     return data
+
+
+def removed_with(owner: Any, folder: Path) -> weakref.finalize[..., Any]:
+    """Has a folder removed with an object, or at the program's end, or by a call of what is returned.
+
+    A process that was forked has the object, too, and not the folder.
+    """
+    return weakref.finalize(owner, remove, folder, os.getpid())
+
+
+def remove(folder: Path, process: int) -> None:
+    """Removes a folder that this process made, and leaves it where it was forked since."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from weightsync import _dtypes
+from weightsync._memory import bytes_in_order, in_order
 
 # A GPU copies to and from page-locked memory several times as fast as to other memory. Of the
 # host's memory so much is page-locked for loads: two pieces take turns.
@@ -56,7 +57,7 @@ class Staging:
             self._memory = _page_locked(end)
         copies = {}
         for at, offset in places:
-            plain = tensors[at].detach().resolve_conj().resolve_neg().contiguous()
+            plain = in_order(tensors[at])
             room = self._memory[offset : offset + plain.nbytes]
             copies[at] = room.view(plain.dtype).view(plain.shape)
             with torch.no_grad():
@@ -83,8 +84,7 @@ class Pieces:
         """Writes row-major values of the host's memory into a row-major tensor of the GPU."""
         torch = self._torch
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            to = tensor.detach().view(-1).view(torch.uint8)
-            values = source.view(-1).view(torch.uint8)
+            to, values = bytes_in_order(tensor), bytes_in_order(source)
             for first in range(0, to.numel(), _PIECE):
                 part = values[first : first + _PIECE]
                 room = self._room(part.numel())

@@ -23,6 +23,35 @@ def storage_of(tensor: Any) -> int:
         return 0
 
 
+def in_order(tensor: Any) -> Any:
+    """The values of a dense torch tensor, row-major: the tensor's own memory where that has them so, and
+    else a copy. The memory of a conjugate or negative view has other values."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def flat_bytes(tensor: Any) -> Any:
+    """The same as bytes: backends know few dtypes, and all know bytes."""
+    return bytes_in_order(in_order(tensor))
+
+
+def bytes_in_order(tensor: Any) -> Any:
+    """The memory of a row-major tensor as a tensor of bytes."""
+    flat = tensor.detach().view(-1)
+    if flat.stride() != (1,):
+        # The stride of a single element may be any, and torch looks at it.
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(sys.modules["torch"].uint8)
+
+
+def has_address(tensor: Any) -> bool:
+    """Whether a tensor with elements has memory of its own. One of another class may have none."""
+    try:
+        # An address of 0 is also that of a storage that was taken away.
+        return is_hollow(tensor) or bool(tensor.data_ptr())
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
 def is_dense(tensor: Any) -> bool:
     """Whether a torch tensor is neither nested nor sparse nor quantised."""
     strided = sys.modules["torch"].strided
@@ -61,9 +90,16 @@ class Rooms:
     def __init__(self, tensors: list[Any]) -> None:
         self._tensors = tensors
         self._seen: tuple[list[int], list[int]] | None = None
+        self._negative = self._are_negative()
 
     def hold(self) -> bool:
-        """Whether no tensor is hollow. Of later changes it sees those of storages and offsets."""
+        """Whether no tensor is hollow, and each is still a negative view, or none, as it was.
+
+        Of later changes it sees those of storages and offsets.
+        """
+        # It changes with `parameter.data = …`, and what holds the values stays where it is.
+        if self._are_negative() != self._negative:
+            return False
         seen = (
             [tensor.untyped_storage().nbytes() for tensor in self._tensors],
             [tensor.storage_offset() for tensor in self._tensors],
@@ -73,3 +109,6 @@ class Rooms:
                 return False
             self._seen = seen
         return True
+
+    def _are_negative(self) -> list[bool]:
+        return [tensor.is_neg() for tensor in self._tensors]

@@ -13,10 +13,11 @@ from typing import Any
 
 from weightsync import _dtypes, _extra
 from weightsync._gpu import Staging
-from weightsync._memory import Rooms, is_hollow
+from weightsync._memory import Rooms, has_address, in_order, is_hollow
 from weightsync._native import Mapping as NativeMapping
 from weightsync._native import Source as NativeSource
 from weightsync._native import Tensors
+from weightsync._torch import without_threads
 from weightsync.errors import SendError, WrongTypeError, WrongWeightsError
 
 # A send of a tensor of this many bytes takes so long that the memory of all tensors is held.
@@ -46,8 +47,9 @@ class Source:
         self._last: tuple[int, list[tuple[int, weakref.ref[Any]]]] | None = None
         # Tensors that must live as long as the native source: slices, copies from a device.
         self._kept: list[Any] = []
-        # Whether one is a negative view, whose memory looks like any other's.
-        self._has_negative = False
+        # Whether the values of one are not in its memory, which looks like any other's: a negative view,
+        # or elements of less than a byte out of order.
+        self._has_odd = False
         self._staging = Staging()
         # The tensors whose memory is held, and the memory: another thread may exchange a
         # parameter's memory while others are read. Small tensors are read too quickly for that.
@@ -70,9 +72,10 @@ class Source:
             found, extras = module_weights(weights, self._strategy, places)
         else:
             found, extras = tree(weights, places)
-        native = self._build_source(weights, found, extras)
+        with without_threads():
+            native = self._build_source(weights, found, extras)
         # A module makes its extra states again at each call.
-        may_look_alone = not extras and not self._has_negative
+        may_look_alone = not extras and not self._has_odd
         if self._is_again(weights, found) and may_look_alone:
             self._of, self._tensors = weights, places.tensors()
             if self._tensors is not None:
@@ -113,7 +116,7 @@ class Source:
         self._held = of_torch if any(one.nbytes >= _LARGE for one in of_torch) else []
         self._hold_memory()
         odd = any(_may_be_odd(tensor) for tensor in tensors)
-        self._has_negative = odd and any(one.is_neg() for one in of_torch)
+        self._has_odd = any(one.is_neg() or not _dtypes.has_strides(one) for one in of_torch)
         addresses, strides = _addresses(tensors, self._kept, odd, self._staging)
         self._native.place(addresses, strides, states)
         # Tensors that exist for this send alone, such as slices, must outlive the send.
@@ -186,7 +189,8 @@ class Streamed:
                 while self._next_group():
                     pass
             if held.device.type != "cpu" or _may_be_odd(held) or not held.is_contiguous():
-                held = held.detach().cpu().resolve_conj().resolve_neg().contiguous()
+                with without_threads():
+                    held = in_order(held.detach().cpu())
             self._held = held
             return int(held.data_ptr())
         except BaseException as error:
@@ -432,6 +436,20 @@ def check_whole(name: str, tensor: Any) -> None:
         raise SendError(
             f"{name!r} has no memory: its storage was taken away, as FSDP1 does between "
             "forwards. Send the gathered state dict"
+        )
+
+
+def check_readable(name: str, tensor: Any) -> None:
+    """Refuses a tensor that cannot be read where it lies: what reads there would end the process.
+
+    Raises:
+        SendError, WrongTypeError, WrongWeightsError: naming it.
+    """
+    _spec(name, tensor)
+    if tensor.numel() and not has_address(tensor):
+        raise WrongWeightsError(
+            f"{name!r} is a {type(tensor).__name__}, which has no memory of its own: send the whole "
+            "tensor, or its local part"
         )
 
 

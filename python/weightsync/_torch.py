@@ -22,8 +22,8 @@ os.register_at_fork(after_in_child=_in_child)
 @contextlib.contextmanager
 def without_threads() -> Iterator[None]:
     """In a forked process, torch computes in this thread alone: it would wait for its parent's."""
-    torch = sys.modules["torch"]
-    if not _is_forked or (before := torch.get_num_threads()) == 1:
+    torch = sys.modules.get("torch")
+    if not _is_forked or torch is None or (before := torch.get_num_threads()) == 1:
         yield
         return
     torch.set_num_threads(1)

@@ -130,7 +130,11 @@ def test_packed_elements_count_as_torch_counts_them():
 def test_packed_elements_are_sent_in_order_from_any_strides():
     whole = torch.arange(48, dtype=torch.uint8).reshape(4, 12)
     for part in (whole.t(), whole[:, ::2], whole[::2, 1:7]):
-        with pair({"it": part.view(torch.float4_e2m1fn_x2)}) as (_, receiver):
-            got = receiver.latest()["it"]
-            assert bits(got.view(torch.uint8)) == bits(part.contiguous())
-            del got
+        with pair({"it": part.view(torch.float4_e2m1fn_x2)}) as (sender, receiver):
+            # The third send looks at the tensors all at once.
+            for _ in range(4):
+                got = receiver.latest()["it"]
+                assert bits(got.view(torch.uint8)) == bits(part.contiguous())
+                del got
+                whole.add_(1)
+                pass_on(sender, receiver)

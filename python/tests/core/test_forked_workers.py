@@ -12,6 +12,7 @@ PROGRAM = str(Path(__file__).parent / "forked_worker.py")
 CASES = [("products", end, "net") for end in forked_worker.ENDS]
 CASES += [(work, "by_with", "net") for work in forked_worker.WORK if work != "products"]
 CASES += [("elements", "by_with", kind) for kind in forked_worker.KINDS if kind != "net"]
+CASES += [("elements", "by_passing_on", "views")]
 
 
 @pytest.mark.parametrize(("work", "end", "kind"), CASES, ids=lambda one: one)

@@ -498,6 +498,19 @@ def test_views_that_compute_their_values_are_sent_with_these_each_time(kind):
             pass_on(sender, receiver)
 
 
+def test_parameter_that_becomes_a_negative_view_is_sent_with_its_values():
+    model = nn.Linear(3, 4)
+    with pair(model) as (sender, receiver):
+        for value in range(1, 7):
+            if value == 4:
+                # The library looks at all tensors at once by now.
+                model.weight.data = torch._neg_view(model.weight.data)
+            with torch.no_grad():
+                model.weight.fill_(value)
+            pass_on(sender, receiver)
+            assert (receiver.latest()["weight"] == value).all(), value
+
+
 def test_tensors_can_be_swapped_between_sends():
     model = nn.Linear(3, 4)
     with pair(model) as (sender, receiver):

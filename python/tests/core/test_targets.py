@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import MappingProxyType
 
@@ -13,6 +14,7 @@ import torch
 import weightsync
 from ends import LONG, MODES, all_ended, meet, pair, pass_on
 from tensordict import LazyStackedTensorDict, TensorDict
+from tensordict.nn import TensorDictParams
 from torch import nn
 
 LARGE = 32 * 1024
@@ -271,6 +273,85 @@ def test_model_that_makes_its_tensors_again_is_refused(tmp_path):
     own = lazy_stack().contiguous()
     with pair(source, own):
         assert (own["weight"] == 1).all()
+
+
+@pytest.mark.parametrize("make", [dict, lambda tensors: TensorDict(tensors, batch_size=[])])
+def test_tree_on_the_meta_device_is_refused_at_connect(make, tmp_path):
+    source = {"first": torch.ones(3), "weight": torch.ones(4, 8)}
+    target = make({"first": torch.zeros(3), "weight": torch.zeros(4, 8, device="meta")})
+    refused(source, target, "'weight' has no memory yet")
+    with pair(source) as (_, receiver):
+        with pytest.raises(weightsync.LoadError, match="'weight' has no memory yet"):
+            receiver.latest().load_into(target)
+    store = weightsync.Store(tmp_path / "store")
+    store.save(source)
+    with pytest.raises(weightsync.LoadError, match="'weight' has no memory yet"):
+        store.load_into(target)
+    assert not target["first"].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_module_that_was_moved_to_the_meta_device_is_refused_at_the_load(mode):
+    trainer, worker = nn.Linear(300, 300), nn.Linear(300, 300)
+    with pair(trainer, worker, mode=mode) as (sender, receiver):
+        worker.to("meta")
+        sender.send(wait="sent")
+        with pytest.raises(weightsync.LoadError, match="has no memory yet"):
+            receiver.receive(LONG)
+
+
+class WithParams(nn.Module):
+    """What it reads is in a TensorDict, of which torch's own dict of parameters is a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.params = TensorDictParams(TensorDict({"weight": torch.zeros(4, 8)}, batch_size=[]))
+
+
+def test_module_that_keeps_its_tensors_twice_is_refused_on_the_meta_device():
+    with torch.device("meta"):
+        absent = WithParams()
+    refused(WithParams(), absent, "'params.weight' has no memory yet.* in a place of its own")
+    assert all(one.is_meta for one in absent.parameters())
+    trainer, here = WithParams(), WithParams()
+    with torch.no_grad():
+        trainer.params["weight"].fill_(3)
+    with pair(trainer, here):
+        assert (here.params["weight"] == 3).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameter_that_becomes_a_negative_view_gets_the_values_that_were_sent(mode):
+    trainer, worker = Places(), Places()
+    with pair(trainer, worker, mode=mode) as (sender, receiver):
+        for value in range(1, 7):
+            with torch.no_grad():
+                for one in trainer.parameters():
+                    one.fill_(value)
+            if value == 4:
+                # The library looks at all tensors at once by now.
+                for one in worker.parameters():
+                    one.data = torch._neg_view(one.data)
+            pass_on(sender, receiver)
+            assert all((one == value).all() for one in worker.parameters()), value
+
+
+@pytest.mark.parametrize("end", ["receiver.shutdown()", "del receiver", "os.fork() or os._exit(0)", ""])
+def test_worker_ends_after_a_bound_parameter_has_lost_its_storage(end):
+    script = f"""
+        import gc, os, torch, weightsync
+        sender = weightsync.Sender(torch.nn.Linear(300, 300))
+        sender.connect(0)
+        worker = torch.nn.Linear(300, 300)
+        receiver = weightsync.ModelReceiver(sender.init_info, model=worker)
+        receiver.connect()
+        worker.weight.data = worker.weight.data.clone()
+        worker.weight.untyped_storage().resize_(0)
+        {end}
+        gc.collect()
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=LONG)
+    assert done.returncode == 0
 
 
 class Overlapping(nn.Module):

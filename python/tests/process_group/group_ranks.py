@@ -93,6 +93,21 @@ def make(kind, fill):
         # Two that compute their values from the memory of a third.
         memory = torch.complex(torch.full((8,), fill), torch.arange(8.0))
         return {"conjugate": memory.conj(), "negative": memory.conj().imag, "memory": memory}
+    if kind == "single":
+        # torch's word for contiguous: the stride of a single element may be any.
+        memory = torch.full((50,), fill)
+        return {"one": memory[:1].as_strided((1,), (5,)), "other": memory.view(1, 50)[:, 3]}
+    if kind == "single module":
+        module = nn.Module()
+        for name, tensor in make("single", fill).items():
+            module.register_parameter(name, nn.Parameter(tensor))
+        return module
+    if kind == "sparse":
+        return {"w": torch.full((3, 5), fill).to_sparse()}
+    if kind == "wrapper":
+        from torch.testing._internal.two_tensor import TwoTensor
+
+        return {"w": TwoTensor(torch.full((3, 5), fill), torch.full((3, 5), fill))}
     if kind == "overlapping":
         memory = torch.full((8, 8), fill)
         return {"whole": memory, "rows": memory[:4]}

@@ -159,6 +159,19 @@ def test_views_that_compute_their_values_are_sent_with_these(ranks):
     assert made[1].ask("lists") == made[0].ask("lists")
 
 
+@pytest.mark.parametrize("taken", ["single", "single module", "empty"])
+def test_stride_of_a_single_element_does_not_matter(ranks, taken):
+    made = ranks(2)
+    made[0].order("open", "single", 3.0)
+    made[1].order("open", taken, 0.0)
+    for one in made:
+        one.answer()
+    for version in (1, 2):
+        report, got = send(made)
+        assert report["ranks"][0]["outcome"] == "applied" and got == [version]
+        assert made[1].ask("values") == [3.0]
+
+
 @pytest.mark.parametrize(
     ("given", "taken", "words"),
     [
@@ -242,6 +255,10 @@ def test_send_reads_nothing_that_cannot_be_sent(ranks):
     assert kind == "SendError" and "nothing to send" in said
     kind, said = raised(lambda: made[0].ask("send", ("hollow", 0.0)))
     assert kind == "SendError" and "'up.weight' has no memory" in said
+    kind, said = raised(lambda: made[0].ask("send", ("sparse", 0.0)))
+    assert kind == "WrongTypeError" and "'w' is torch.sparse_coo" in said
+    kind, said = raised(lambda: made[0].ask("send", ("wrapper", 0.0)))
+    assert kind == "WrongWeightsError" and "'w' is a TwoTensor, which has no memory" in said
     assert send(made)[1] == [1, 1]
 
 

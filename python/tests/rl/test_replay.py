@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 from counting import Counting, zeros
+from tensordict import TensorDict
 
 import weightsync
 from weightsync import rl
+from weightsync.rl import _values
 
 
 def batch_of(first: int, size: tuple[int, ...], ids: Any = 0) -> rl.Batch:
@@ -51,6 +53,33 @@ def test_oldest_frames_give_way() -> None:
         buffer.extend(batch_of(first, (8,)))
     assert (len(buffer), buffer.write_count, buffer.capacity) == (10, 24, 10)
     assert set(buffer.sample()["index"].tolist()) == set(range(14, 24))
+
+
+def test_frames_that_are_views_come_back_with_their_values() -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j, 5 + 6j])
+    views = {"conjugate": values.conj(), "negative": torch._neg_view(values.real.contiguous())}
+    buffer = rl.ReplayBuffer(10)
+    buffer.extend(TensorDict(views, batch_size=[3]))
+    sample = buffer.sample(50)
+    for name, view in views.items():
+        assert torch.equal(sample[name], view[sample["index"]].resolve_conj().resolve_neg()), name
+
+
+def test_priorities_may_be_of_any_dtype_of_torch() -> None:
+    buffer = rl.ReplayBuffer(10, sampler=rl.PrioritizedSampler(alpha=1.0))
+    index = buffer.extend(batch_of(0, (4,)))
+    priorities = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    for priority in (priorities.bfloat16(), torch._neg_view(-priorities)):
+        buffer.update_priority(index, priority)
+        assert set(buffer.sample(50)["index"].tolist()) == {3}
+
+
+def test_values_that_are_views_reach_the_trainer() -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    sent = {"conjugate": values.conj(), "single": values[:1].as_strided((1,), (2,))}
+    read = _values.read(_values.write(sent))
+    for name, value in sent.items():
+        assert torch.equal(read[name], value.resolve_conj()), name
 
 
 def test_frames_of_numpy_come_back_as_arrays() -> None:

@@ -131,6 +131,7 @@ def hollow():
         (lambda: nn.Parameter(torch.zeros(4, device="meta")), "'second' has no memory yet"),
         (lambda: nn.Parameter(torch.zeros(1).expand(4)), "several elements in one place"),
         (hollow, "'second' has no memory"),
+        (nn.UninitializedParameter, "'second' has no memory yet"),
     ],
 )
 def test_module_loader_refuses_what_it_cannot_write(make, words):
@@ -191,6 +192,58 @@ def test_extractor_refuses_a_tensor_without_memory(size):
     model.second.untyped_storage().resize_(size)
     with pytest.raises(SendError, match="'second' has no memory"):
         asyncio.run(transfer.ModuleExtractor().extract_weights(model, torch.float32))
+
+
+def wrapper():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    return TwoTensor(torch.zeros(4), torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.zeros(4).to_sparse(), "'second' is torch.sparse_coo"),
+        (wrapper, "'second' is a TwoTensor, which has no memory"),
+        (lambda: torch.zeros(4, device="meta"), "'second' is on the meta device"),
+        (nn.UninitializedBuffer, "'second' has no shape yet"),
+    ],
+)
+def test_extractor_refuses_what_cannot_be_read(make, words):
+    model = Pair(nn.Parameter(torch.zeros(4)))
+    del model.second
+    model.register_buffer("second", make())
+    with pytest.raises(WeightsyncError, match=words):
+        asyncio.run(transfer.ModuleExtractor().extract_weights(model, torch.float32))
+
+
+def test_packed_chunk_has_the_values_of_its_views():
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    for view in (values.conj(), torch._neg_view(values)):
+        chunk = transfer.WeightChunk(["a"], [view], [view.dtype], [(2,)], packed=True)
+        assert torch.equal(chunk.pack().view(torch.complex64), view.resolve_conj().resolve_neg())
+
+
+@pytest.mark.parametrize("word", LIVE)
+def test_stride_of_a_single_element_does_not_matter(word):
+    def single(value):
+        return Pair(nn.Parameter(torch.full((50,), value).as_strided((1,), (5,))))
+
+    model, own = single(3.0), single(0.0)
+    worker = transfer.InferenceActor(
+        transfer.strategy_from_config(config(word)), transfer.ModuleLoader(own)
+    )
+    training = transfer.TrainingActor(transfer.ModuleExtractor(), model, torch.float32)
+
+    async def run():
+        client = transfer.ActorClient([worker])
+        await training.initialize_weight_sync(None, config(word), client)
+        await training.sync_weights()
+
+    asyncio.run(run())
+    assert own.second.item() == 3
+    training.shutdown()
+    worker.shutdown()
 
 
 def test_module_loader_writes_inference_tensors():

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 from weightsync import _dtypes, _extra, _guard
 from weightsync._guard import loading
-from weightsync._memory import Rooms
+from weightsync._memory import Rooms, is_hollow
 from weightsync._native import Copies, Layout, Snapshot, Tensors
 from weightsync._source import Places, has_extra_state, module_tensors
 from weightsync._targets.base import Target, Tied, bytes_of, copy_all, is_plain
 from weightsync._targets.memory import copy_of, exchange, free, leave_shared_memory, retire
-from weightsync._targets.writing import Overlaps, check_writable
+from weightsync._targets.writing import Overlaps, check_is_somewhere, check_writable
 from weightsync._torch import as_worker
 from weightsync._view import View
-from weightsync.errors import LifecycleError, LoadError, WrongWeightsError
+from weightsync.errors import LifecycleError, LoadError, WrongTypeError, WrongWeightsError
 
 # Smaller parameters are copied: to copy them is quicker than to bind them.
 BIND_FROM = 64 * 1024
@@ -89,7 +89,9 @@ class ModuleTarget(Target):
 
     def release(self) -> None:
         with self._lock, as_worker():
-            before = exchange([(tensor, copy_of(tensor)) for tensor in self._bound])
+            # A tensor whose storage was taken away has none of a version.
+            bound = [tensor for tensor in self._bound if not is_hollow(tensor)]
+            before = exchange([(tensor, copy_of(tensor)) for tensor in bound])
             self._bound, self._in_slot = [], False
             retire(before)
 
@@ -178,6 +180,9 @@ class ModuleTarget(Target):
             self._entries.append(_Entry(name, inside, key, tensor, is_buffer))
             specs.append((name, *_dtypes.of_tensor(name, tensor)))
             check_writable(name, tensor)
+            if is_sent:
+                # It got memory when the sender's tensors were known.
+                check_is_somewhere(name, tensor)
         self._stateful = {prefix: part for prefix, part in parts if has_extra_state(part)}
         for name, spec in known.items():
             if _extra.is_extra(name) and _extra.prefix_of(name) in self._stateful:
@@ -235,6 +240,8 @@ class ModuleTarget(Target):
 
         module, sent, took = self._live_module(), self._sent or {}, False
         made: dict[int, Any] = {}
+        # The tensors without memory that the module had, where they were.
+        before: list[tuple[str, dict[str, Any], str, Any]] = []
         absent: list[tuple[str, dict[str, Any], str, Any, bool]] = []
         with torch.no_grad():
             for prefix, _, inside, key, tensor, is_buffer in list(
@@ -256,16 +263,20 @@ class ModuleTarget(Target):
                 if id(tensor) not in made:
                     room = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
                     made[id(tensor)] = _alike(tensor, room)
+                before.append((name, inside, key, tensor))
                 inside[key] = made[id(tensor)]
             for name, inside, key, tensor, needs_values in absent:
                 # Another name of a tensor that arrives.
                 if id(tensor) in made:
+                    before.append((name, inside, key, tensor))
                     inside[key] = made[id(tensor)]
                 elif needs_values:
                     raise WrongWeightsError(
                         f"buffer {name!r} has no values here, and is not persistent, so a state "
                         'dict does not have it: send with strategy="tensordict"'
                     )
+        if before:
+            _check_exchanged(module, before)
         return took
 
     def _live_module(self) -> Any:
@@ -349,6 +360,19 @@ class _Plan:
         written = copied + [tensor for tensor, *_ in self.bound]
         # Inference tensors count no versions: autograd saves none of them.
         self.changed = [one for one in written if one.requires_grad and not one.is_inference()]
+
+
+def _check_exchanged(module: Any, before: list[tuple[str, dict[str, Any], str, Any]]) -> None:
+    """Refuses a module that reads tensors elsewhere than where all modules have them."""
+    left = {id(one) for one in module.state_dict(keep_vars=True).values()}
+    still = [name for name, _, _, tensor in before if id(tensor) in left]
+    if still:
+        for _, inside, key, tensor in before:
+            inside[key] = tensor
+        raise WrongTypeError(
+            f"{still[0]!r} has no memory yet, and its module keeps it in a place of its own, too, as "
+            "TensorDictParams does: make the model where it runs, and not on the meta device"
+        )
 
 
 def _alike(tensor: Any, room: Any) -> Any:

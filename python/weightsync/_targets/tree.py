@@ -13,7 +13,7 @@ from weightsync._native import Layout, Snapshot
 from weightsync._source import tree
 from weightsync._targets.base import Target, Tied, bytes_of, copy_all, is_plain
 from weightsync._targets.memory import leave_shared_memory
-from weightsync._targets.writing import Overlaps, check_kept, check_writable
+from weightsync._targets.writing import Overlaps, check_is_somewhere, check_kept, check_writable
 from weightsync._torch import as_worker
 from weightsync._view import View, naming
 from weightsync.errors import WrongTypeError
@@ -53,6 +53,7 @@ class TreeTarget(Target):
     def _check(self, found: list[tuple[str, Any]]) -> None:
         """Refuses tensors that cannot be written, or are not kept."""
         for name, tensor in found:
+            check_is_somewhere(name, tensor)
             check_writable(name, tensor)
         looked = [(name, id(tensor)) for name, tensor in found]
         if looked != self._looked:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from weightsync import _dtypes
-from weightsync._memory import address_of, is_dense, is_hollow, is_sound
+from weightsync._memory import address_of, has_address, is_dense, is_hollow, is_sound
 from weightsync.errors import UnsupportedError, WrongTypeError, WrongWeightsError
 
 
@@ -41,7 +41,7 @@ def check_writable(name: str, tensor: Any) -> None:
             f"{name!r} is a DTensor, and this process has a part of it: versions are loaded into whole "
             "tensors; load before the model is sharded, or receive a snapshot and distribute it"
         )
-    if tensor.device.type != "meta" and not _has_address(tensor):
+    if tensor.device.type != "meta" and not has_address(tensor):
         raise WrongTypeError(
             f"{name!r} is a {type(tensor).__name__}, which has no memory of its own, and cannot be "
             "loaded into: load into the tensors that it is made of, or before it is made"
@@ -54,12 +54,20 @@ def check_writable(name: str, tensor: Any) -> None:
         )
 
 
-def check_memory(name: str, tensor: Any) -> None:
-    """The same, and refuses a tensor without memory: one of a lazy module, or on the meta device."""
+def check_is_somewhere(name: str, tensor: Any) -> None:
+    """Refuses a tensor of a lazy module, or on the meta device: torch writes nothing there, and says so
+    by nothing."""
+    if not _dtypes.is_tensor(tensor):
+        return
     if _dtypes.is_lazy(tensor) or tensor.device.type == "meta":
         raise WrongTypeError(
             f"{name!r} has no memory yet: give the model memory, or run it once, first"
         )
+
+
+def check_memory(name: str, tensor: Any) -> None:
+    """The same, and refuses a tensor without memory: one of a lazy module, or on the meta device."""
+    check_is_somewhere(name, tensor)
     if not is_dense(tensor):
         raise WrongTypeError(
             f"{name!r} is nested, sparse or quantised, and cannot be loaded into: give the model "
@@ -84,14 +92,6 @@ def _check_apart(name: str, shape: Any, strides: Any, size: int) -> None:
                 "cannot be loaded into: give the model a clone of it"
             )
         end += (length - 1) * step
-
-
-def _has_address(tensor: Any) -> bool:
-    try:
-        # An address of 0 is also that of a storage that was taken away.
-        return is_hollow(tensor) or bool(tensor.data_ptr())
-    except (NotImplementedError, RuntimeError):
-        return False
 
 
 def check_kept(tensors: Iterable[tuple[str, Any]], again: Iterable[tuple[str, Any]]) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import tempfile
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -276,8 +275,7 @@ class _Folders:
         except OSError as error:
             raise OperatingSystemError(f"directory: no folder can be made there: {error}") from error
         self._owner = os.getpid()
-        # Removed with this object, or at the program's end.
-        weakref.finalize(self, _remove_folder, self._all, self._owner)
+        _files.removed_with(self, self._all)
         self._kept: Path | None = None
         # The engine may still read these.
         self._late: list[Path] = []
@@ -307,13 +305,7 @@ class _Folders:
             self.remove(one)
 
     def remove(self, folder: Path) -> None:
-        _remove_folder(folder, self._owner)
-
-
-def _remove_folder(folder: Path, process: int) -> None:
-    # A process that was forked has the object, too, and its parent's engine reads the folder.
-    if os.getpid() == process:
-        shutil.rmtree(folder, ignore_errors=True)
+        _files.remove(folder, self._owner)
 
 
 def _write(folder: Path, tensors: Iterable[tuple[str, Any]], like: Path | None) -> None:

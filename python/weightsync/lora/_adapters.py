@@ -5,18 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 import tempfile
 import threading
-import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightsync import _checks
+from weightsync import _checks, _files
 from weightsync.errors import (
     LifecycleError,
     ModelError,
@@ -191,7 +189,7 @@ class Adapters:
             self._folder.chmod(0o755)
         self._known: dict[tuple[int, str, int], Adapter] = {}
         # Also without a call of close().
-        self._remove_all = weakref.finalize(self, _remove_folder, self._folder, os.getpid())
+        self._remove_all = _files.removed_with(self, self._folder)
 
     def save(self, snapshot: Snapshot, taken: Collection[int] = ()) -> Adapter:
         """Writes the version's directory, once for each version.
@@ -256,12 +254,6 @@ class Adapters:
 def folder_prefix(name: str) -> str:
     """How the folders of an adapter begin."""
     return f"weightsync-lora-{name}-"
-
-
-def _remove_folder(folder: Path, process: int) -> None:
-    # A process that was forked has the object, too, and not the folder.
-    if os.getpid() == process:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _checkpoint_name(name: str, adapter: str) -> str | None:

@@ -11,6 +11,7 @@ import torch
 from weightsync import _dtypes, _extra
 from weightsync._checks import choice
 from weightsync._gpu import settle
+from weightsync._memory import bytes_in_order, flat_bytes
 from weightsync._source import module_tensors, tree
 from weightsync._targets.base import copy_values, is_plain
 from weightsync._targets.memory import exchange, free, leave_shared_memory
@@ -19,7 +20,6 @@ from weightsync._targets.writing import Overlaps, check_kept, check_memory
 from weightsync._torch import as_worker
 from weightsync.errors import LoadError, WrongTypeError, WrongWeightsError
 from weightsync.process_group._packing import Layout
-from weightsync.transfer.chunk import flat_bytes
 from weightsync.transfer.loaders import check_fit
 
 # The most bytes of copied tensors of which a load keeps the old values, to undo what fails.
@@ -184,7 +184,7 @@ def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     to, values = [], []
     for own, source in pairs:
         if is_plain(own) and not own.is_inference():
-            to.append(own.detach().view(-1).view(torch.uint8))
+            to.append(bytes_in_order(own))
             values.append(flat_bytes(source))
         else:
             copy_values(own, source)

@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from weightsync import _dtypes
 from weightsync._gpu import settle
-from weightsync._source import Places, _check_whole, _spec, module_weights, tree
+from weightsync._memory import flat_bytes
+from weightsync._source import Places, _check_whole, _spec, check_readable, module_weights, tree
+from weightsync._torch import without_threads
 from weightsync.errors import PeerError, UnsupportedError, WrongTypeError
 from weightsync.process_group._packing import PIECE, Layout
 from weightsync.transfer._together import Gathering
-from weightsync.transfer.chunk import flat_bytes
 from weightsync.transfer.extractor import identity, trainer_rank
 from weightsync.transfer.extractors import FsdpExtractor
 
@@ -39,16 +40,20 @@ class Weights:
                 "tensors only: use the native transport, weightsync.Sender(model, "
                 "scheme=weightsync.Distributed(...))"
             )
-        _check_whole(source, found, extras)
-        tensors: dict[str, torch.Tensor] = {}
-        ties: dict[str, str] = {}
-        first: dict[Any, str] = {}
         for name, tensor, _ in found:
             if not _dtypes.is_tensor(tensor):
                 raise WrongTypeError(
                     f"{name!r} is a {type(tensor).__name__}: a process group carries torch tensors"
                 )
-            _spec(name, tensor)
+            if isinstance(tensor, DTensor):
+                _spec(name, tensor)
+            else:
+                check_readable(name, tensor)
+        _check_whole(source, found, extras)
+        tensors: dict[str, torch.Tensor] = {}
+        ties: dict[str, str] = {}
+        first: dict[Any, str] = {}
+        for name, tensor, _ in found:
             known = first.setdefault(identity(tensor), name)
             if known == name:
                 tensors[name] = tensor
@@ -130,7 +135,8 @@ class Weights:
         # The next piece goes on with the tensor that this one ended in.
         if self._flat_one[0] != at:
             settle([self._tensors[at]])
-            self._flat_one = at, flat_bytes(self._tensors[at])
+            with without_threads():
+                self._flat_one = at, flat_bytes(self._tensors[at])
         return self._flat_one[1]
 
     def _next(self) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weightsync import _guard
+from weightsync._targets.base import is_plain as has_plain_memory
 
 
 class MLP(nn.Sequential):  # type: ignore[misc]
@@ -94,9 +95,7 @@ class Network:
         """Name, address and count of each tensor now; None if one is of another kind."""
         places = []
         for name, tensor, shape in self.tensors:
-            if tensor.dtype != torch.float32 or not tensor.is_cpu or not tensor.is_contiguous():
-                return None
-            if tensor.shape != shape:
+            if tensor.dtype != torch.float32 or tensor.shape != shape or not has_plain_memory(tensor):
                 return None
             places.append((name, tensor.data_ptr(), tensor.numel()))
         return places

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
+from weightsync._memory import flat_bytes
 from weightsync.errors import CorruptError, WrongTypeError
 from weightsync.rl._crew import answered_error
 from weightsync.rl._worker import kind_of
@@ -41,9 +42,9 @@ def write(value: Any) -> int:
 
     def place(tensor: torch.Tensor) -> list[Any]:
         nonlocal end
-        whole = tensor.detach().cpu().contiguous()
-        at, size = end, whole.numel() * whole.element_size()
-        buffers.append(whole.reshape(-1).view(torch.uint8).numpy() if size else np.empty(0, np.uint8))
+        whole = flat_bytes(tensor.cpu())
+        at, size = end, whole.numel()
+        buffers.append(whole.numpy())
         end += -(-size // _ALIGNMENT) * _ALIGNMENT
         return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), at]
 

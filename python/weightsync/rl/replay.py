@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from weightsync import _checks, _dtypes
+from weightsync._memory import in_order
 from weightsync._native import ReplayBuffer as Native
 from weightsync.errors import LifecycleError, SettingError, WrongTypeError, WrongWeightsError
 from weightsync.rl._columns import MASK as COLLECTOR_MASK
@@ -203,8 +204,7 @@ class ReplayBuffer:
             priority: as many numbers of 0 or more, such as temporal-difference errors.
         """
         if self._native is not None:
-            numbers = np.asarray(_plain(index)).reshape(-1).tolist()
-            self._native.update_priorities(numbers, np.asarray(_plain(priority)).reshape(-1).tolist())
+            self._native.update_priorities(_listed(index), _listed(priority))
 
     def set_beta(self, beta: float) -> None:
         """Sets the ``beta`` of a :class:`PrioritizedSampler` from here on."""
@@ -337,8 +337,7 @@ def _columns_of(batch: Any) -> tuple[dict[Key, Any], tuple[int, ...]]:
 def _rows(key: Key, value: Any, dims: int, frames: int) -> Any:
     """A column with one dimension for its frames, contiguous, in this process's memory."""
     if _dtypes.is_tensor(value):
-        value = value.detach().cpu()
-        return value.reshape(frames, *value.shape[dims:]).contiguous()
+        return in_order(value.cpu().reshape(frames, *value.shape[dims:]))
     if not isinstance(value, np.ndarray):
         raise WrongTypeError(f"column {_name(key)} is a {type(value).__name__}; expected an array")
     return np.ascontiguousarray(value).reshape(frames, *value.shape[dims:])
@@ -371,5 +370,9 @@ def _address(rows: Any) -> int:
     return int(rows.__array_interface__["data"][0])
 
 
-def _plain(value: Any) -> Any:
-    return value.detach().cpu() if _dtypes.is_tensor(value) else value
+def _listed(value: Any) -> list[Any]:
+    if _dtypes.is_tensor(value):
+        # Not by way of numpy, which has no bfloat16.
+        listed: list[Any] = value.detach().cpu().reshape(-1).tolist()
+        return listed
+    return list(np.asarray(value).reshape(-1).tolist())

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weightsync._memory import flat_bytes
+from weightsync._source import check_readable
 from weightsync.errors import LifecycleError, WrongTypeError
 from weightsync.transfer._group import UpdateGroup, join_store, open_store
-from weightsync.transfer.chunk import WeightChunk, allocate, dtype_of, flat_bytes
+from weightsync.transfer.chunk import WeightChunk, allocate, dtype_of
 from weightsync.transfer.extractor import trainer_rank
 from weightsync.transfer.init_info import (
     TorchDistributedWeightSyncInitInfo,
@@ -146,7 +148,12 @@ class BroadcastSender(WeightTransferSender):
     async def _send_chunk(
         self, chunk: WeightChunk, request: WeightUpdateRequest, client: InferenceEngineClient
     ) -> None:
-        tensors = [chunk.pack()] if self._packed else [flat_bytes(one) for one in chunk.tensors]
+        if self._packed:
+            tensors = [chunk.pack()]
+        else:
+            for name, one in zip(chunk.names, chunk.tensors, strict=True):
+                check_readable(name, one)
+            tensors = [flat_bytes(one) for one in chunk.tensors]
         what = self._what()
         call = asyncio.ensure_future(
             within(client.update_named_weights(request.to_dict()), self.timeout, what)

@@ -83,6 +83,8 @@ class WeightChunk:
             if begin + size <= storage.nbytes() and all(
                 tensor.untyped_storage().data_ptr() == storage.data_ptr()
                 and tensor.is_contiguous()
+                and not tensor.is_conj()
+                and not tensor.is_neg()
                 and tensor.storage_offset() * tensor.element_size() == begin + place
                 for tensor, place in zip(self.tensors, places, strict=True)
             ):
@@ -136,15 +138,6 @@ def allocate(
     size = layout(dtypes, shapes)[1]
     buffer = torch.empty(size, dtype=torch.uint8, device=device or "cpu")
     return buffer, unpack(buffer, dtypes, shapes)
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's values as bytes: backends know few dtypes, and all know bytes.
-
-    They lie in the tensor's own memory where that has them in order, and else in a copy.
-    """
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.view(-1).view(torch.uint8)
 
 
 def dtype_of(value: Any) -> torch.dtype:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weightsync._memory import in_order
 from weightsync.errors import PeerError, UnsupportedError, WrongTypeError
 from weightsync.transfer.chunk import ALIGNMENT, WeightChunk, unpack
 from weightsync.transfer.extractor import trainer_rank
@@ -92,7 +93,7 @@ class CudaIpcSender(WeightTransferSender):
             self._begin()
             for chunk in each:
                 # It must live until the workers have copied it.
-                tensors = [chunk.pack()] if self._packed else [t.contiguous() for t in chunk.tensors]
+                tensors = self._in_order(chunk)
                 torch.cuda.synchronize()
                 own = {"handles": [_exported(tensor) for tensor in tensors]}
                 gathered = [own] if alone else _all_gather(own)
@@ -120,8 +121,11 @@ class CudaIpcSender(WeightTransferSender):
 
     def create_request(self, chunk: WeightChunk) -> WeightUpdateRequest:
         """The request of a chunk on this rank's GPU alone."""
-        tensors = [chunk.pack()] if self._packed else chunk.tensors
-        return self._request(chunk, [[_exported(tensor) for tensor in tensors]])
+        return self._request(chunk, [[_exported(tensor) for tensor in self._in_order(chunk)]])
+
+    def _in_order(self, chunk: WeightChunk) -> list[torch.Tensor]:
+        """What handles are made of."""
+        return [chunk.pack()] if self._packed else [in_order(one) for one in chunk.tensors]
 
     def _request(
         self, chunk: WeightChunk, gathered: list[list[dict[str, Any]]]

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync._source import check_whole
+from weightsync import _dtypes
+from weightsync._source import check_readable, check_whole
 from weightsync.errors import LifecycleError, SettingError, UnsupportedError, WrongWeightsError
 from weightsync.transfer._flags import FlagAndMethod
 from weightsync.transfer._group import GRACE
@@ -160,16 +161,18 @@ class WeightExtractor(ABC):
         self, raw: Mapping[str, torch.Tensor], generator_dtype: torch.dtype | str | None
     ) -> ExtractionPlan:
         target = None if generator_dtype is None else dtype_of(generator_dtype)
+        for name, param in raw.items():
+            _dtypes.of_tensor(name, param)
         params = _untied(raw)
         planned = {}
         for name, param in params.items():
-            if self._is_whole(param):
-                check_whole(name, param)
             # Integers, and the eight-bit values of quantised weights, keep their types.
             casts = target is not None and param.is_floating_point() and param.itemsize > 1
-            planned[name] = torch.empty(
-                self._shape(name, param), dtype=target if casts else param.dtype, device="meta"
-            )
+            dtype = target if casts else param.dtype
+            if self._is_whole(param):
+                # What is cast may be of a class that only torch can read.
+                (check_readable if dtype == param.dtype else check_whole)(name, param)
+            planned[name] = torch.empty(self._shape(name, param), dtype=dtype, device="meta")
         if self._should_group_by_module():
             groups = list(self._group_by_module(params).items())
         else:

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from weightsync import _dtypes
-from weightsync._memory import is_dense, storage_of
+from weightsync._memory import flat_bytes, is_dense, storage_of
 from weightsync._source import check_whole
 from weightsync._targets.base import copy_values
 from weightsync._targets.writing import Overlaps, check_kept, check_memory
 from weightsync.errors import UnsupportedError, WrongWeightsError
-from weightsync.transfer.chunk import flat_bytes
 from weightsync.transfer.extractor import tensors_of
 from weightsync.transfer.strategy import WeightLoader
 
@@ -46,12 +45,13 @@ class ModuleLoader(WeightLoader):
 
     async def load_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
         own = self._own()
+        # First: one of a lazy module, or a nested one, has no shape to compare.
+        for name in own.keys() & named_tensors.keys():
+            check_memory(name, own[name])
         came = {name: (one.dtype, tuple(one.shape)) for name, one in named_tensors.items()}
         check_fit(own, came, cast=self._cast, strict=self._strict)
         targets, again = {name: own[name] for name in named_tensors}, self._own()
         check_kept(targets.items(), ((name, again[name]) for name in targets))
-        for name, target in targets.items():
-            check_memory(name, target)
         for name, tensor in named_tensors.items():
             if not is_dense(tensor) or tensor.is_meta:
                 raise WrongWeightsError(
