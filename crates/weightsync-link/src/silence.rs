@@ -60,7 +60,7 @@ impl Silence {
     }
 
     /// How long it has lasted.
-    pub fn lasted(&self) -> Duration {
+    pub(crate) fn lasted(&self) -> Duration {
         self.lasted
     }
 

@@ -26,7 +26,7 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use weightsync_mem::threads::LockExt as _;
 
 pub use self::make::{CertificateRequest, MadeFiles, make};
-pub use self::verify::explain;
+pub(crate) use self::verify::explain;
 use self::verify::{FromPart, OfPart};
 use crate::access::open_file;
 use crate::hello::HelloError;
