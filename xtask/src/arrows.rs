@@ -45,7 +45,7 @@ const TABLE: &[Row] = &[
         ],
     },
     Row {
-        name: "weightsync-net",
+        name: "weightsync-link",
         may_use: &[
             ("weightsync-simd", Always),
             ("weightsync-core", Always),
@@ -53,6 +53,17 @@ const TABLE: &[Row] = &[
             ("weightsync-engine", Always),
             ("tokio", Always),
             ("rustls", Always),
+        ],
+    },
+    Row {
+        name: "weightsync-net",
+        may_use: &[
+            ("weightsync-simd", Always),
+            ("weightsync-core", Always),
+            ("weightsync-mem", Always),
+            ("weightsync-engine", Always),
+            ("weightsync-link", Always),
+            ("tokio", Always),
         ],
     },
     Row {
@@ -72,6 +83,8 @@ const TABLE: &[Row] = &[
             ("weightsync-core", Always),
             ("weightsync-mem", Always),
             ("weightsync-engine", Always),
+            ("weightsync-link", Always),
+            // For the scheme `distributed`, by which a synchronizer sends to its explorers.
             ("weightsync-net", Always),
             ("weightsync-store", Always),
             ("tokio", Always),
@@ -93,6 +106,7 @@ const TABLE: &[Row] = &[
             ("weightsync-core", Always),
             ("weightsync-mem", Always),
             ("weightsync-engine", Always),
+            ("weightsync-link", Always),
             ("weightsync-net", Always),
             ("weightsync-store", Always),
             ("weightsync-serve", Always),
@@ -119,6 +133,7 @@ const TABLE: &[Row] = &[
             ("weightsync-core", Always),
             ("weightsync-mem", Always),
             ("weightsync-engine", Always),
+            ("weightsync-link", Optional),
             ("weightsync-net", Optional),
             ("weightsync-store", Always),
             ("weightsync-serve", Always),

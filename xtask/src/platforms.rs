@@ -36,6 +36,7 @@ const PLATFORMS: &[Platform] = &[
             "Cargo.lock",
             "crates/weightsync-cli/src",
             "crates/weightsync-engine/src",
+            "crates/weightsync-link/src",
             "crates/weightsync-mem/src",
             "crates/weightsync-net/src",
             "crates/weightsync-rl/src",

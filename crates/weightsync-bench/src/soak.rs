@@ -16,7 +16,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use weightsync_net::tls::{CertificateRequest, make};
+use weightsync_link::tls::{CertificateRequest, make};
 
 pub use self::parts::{PartArgs, part};
 use self::parts::{Process, TrainerSaid};

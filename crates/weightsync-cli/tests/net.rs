@@ -21,7 +21,8 @@ use weightsync_engine::{
     AnyScheme, Expect, InitInfo, MultiProcess, NoSync, ReceiverSetup, SendOptions, Sender,
     SenderSetup, SharedMem, Tensors, Version,
 };
-use weightsync_net::{Deltas, Distributed, Share, Token};
+use weightsync_link::access::Token;
+use weightsync_net::{Deltas, Distributed, Share};
 use weightsync_serve as _;
 use weightsync_store::StoreScheme;
 

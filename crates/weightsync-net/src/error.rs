@@ -1,51 +1,21 @@
 //! Converts this crate's errors into those of the session above it.
 
 use std::io;
-use std::net::SocketAddr;
 
 use weightsync_engine::{Error, Remedy};
+use weightsync_link::hello::HelloError;
 
 /// Errors that only this crate has.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NetError {
-    /// The sender cannot listen at the address.
-    #[error(
-        "cannot listen at {address}: {source}; choose an address of this machine, and a port that \
-         this user may open"
-    )]
-    Listen {
-        /// The configured address.
-        address: String,
-        /// The system's error.
-        source: std::io::Error,
-    },
-    /// The sender does not know an address at which other hosts reach it.
-    #[error(
-        "other hosts cannot connect to {address}: name an address that they can reach with \
-         `advertise=HOST:PORT`: {source}"
-    )]
-    Advertise {
-        /// The listening address.
-        address: String,
-        /// The system's error.
-        source: std::io::Error,
-    },
-    /// A name that does not resolve to an address.
-    #[error("{name:?} is not an address to listen at or connect to: {source}")]
-    Resolve {
-        /// The name, with its port.
-        name: String,
-        /// The resolver's error.
-        source: std::io::Error,
-    },
     /// The peer at the address failed the handshake.
     #[error("{address}: {source}")]
     Hello {
         /// The address.
         address: String,
         /// The cause.
-        source: crate::wire::hello::HelloError,
+        source: HelloError,
     },
     /// The sender refused this host.
     #[error("the sender at {address} refused this host: {reason}")]
@@ -134,16 +104,6 @@ impl From<NetError> for Error {
             remedy: error.remedy(),
             source: error.into(),
         }
-    }
-}
-
-/// Why nothing can listen at an address.
-#[doc(hidden)]
-pub fn listen_error(address: SocketAddr, source: io::Error) -> Error {
-    let address = address.to_string();
-    match source.kind() {
-        io::ErrorKind::AddrInUse => Error::AddressInUse { address },
-        _ => NetError::Listen { address, source }.into(),
     }
 }
 

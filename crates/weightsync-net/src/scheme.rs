@@ -15,19 +15,19 @@ use weightsync_engine::transport::{
 use weightsync_engine::{
     AnyScheme, Error, InitInfo, ModelId, Queue, Result, SenderStatus, WorkerId,
 };
+use weightsync_link::access::{Access, Token};
+use weightsync_link::address::{PortFile, bad, listen_error, listening, reached, told};
+use weightsync_link::reach::{self, Reached};
+use weightsync_link::tls::CertificateRole;
 use weightsync_mem::threads::LockExt as _;
 use weightsync_mem::{Delivery, Listener};
 
-use crate::access::{Access, Token};
-use crate::address::{PortFile, bad, listening, not_asked, reached, told};
-use crate::error::{listen_error, os, transport};
-use crate::reach::{self, Reached};
+use crate::error::{os, transport};
 use crate::receiver::NetReceiver;
 use crate::relay::Agent;
 use crate::relay::local::{self, NameOwner};
 use crate::root::NetSender;
-use crate::status;
-use crate::tls::CertificateRole;
+use crate::status::{self, not_asked};
 
 /// Many hosts: workers dial in. With a relay on each host, each version goes to a
 /// host once, from one to the next, and all workers of the host share that copy;

@@ -16,10 +16,10 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use weightsync_engine::Result;
+use weightsync_link::hello::LinkRole;
+use weightsync_link::tls::Tls;
 
 use crate::status::{MAX_LISTED, ask_as};
-use crate::tls::Tls;
-use crate::wire::hello::LinkRole;
 
 /// The most workers named in one entry.
 const MAX_WORKERS: usize = 32;

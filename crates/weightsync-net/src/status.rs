@@ -6,16 +6,18 @@ use std::time::Duration;
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use weightsync_engine::{Result, SenderStatus};
+use weightsync_engine::{Error, Result, SenderStatus};
+use weightsync_link::access::Key;
+use weightsync_link::address::{host_and_port, host_of, resolve_all};
+use weightsync_link::frame::{FrameHeader, FrameKind, HEADER_BYTES};
+use weightsync_link::hello::LinkRole;
+use weightsync_link::message::Message;
+use weightsync_link::tls::{Tls, TlsPeer};
+use weightsync_link::{Credentials, blocking};
 
-use crate::access::Key;
-use crate::address::{check_asked, host_of, resolve_all};
-use crate::link::{Credentials, blocking};
+use crate::error::NetError;
 use crate::relay::unreachable;
-use crate::tls::{Tls, TlsPeer};
-use crate::wire::frame::{FrameHeader, FrameKind, HEADER_BYTES};
-use crate::wire::hello::LinkRole;
-use crate::wire::message::{self, MAX_JSON, Message};
+use crate::wire::message::{self, MAX_JSON};
 
 /// The answer to a waiting client until the real one is ready.
 pub(crate) const NOT_YET: &str = "{}";
@@ -24,14 +26,13 @@ pub(crate) const NOT_YET: &str = "{}";
 pub(crate) const MAX_LISTED: usize = 500;
 
 /// Asks the sender at `address` (`host:port`) for its status. `secret` is that of its
-/// [`Token`](crate::Token), or of an init info's endpoint. Each step takes at most `timeout`.
+/// [`Token`](weightsync_link::access::Token), or of an init info's endpoint. Each step takes at most `timeout`.
 /// With `None` connecting takes as long as the system lets it, the handshake takes at most 2
 /// seconds, and the wait for the answer ends when the connection does.
 ///
 /// # Errors
 ///
-/// [`NetError`](crate::NetError), as an
-/// [`Error::Transport`](weightsync_engine::Error::Transport).
+/// [`NetError`], as an [`Error::Transport`].
 pub fn ask(
     address: &str,
     secret: &[u8; 16],
@@ -39,6 +40,36 @@ pub fn ask(
     timeout: Option<Duration>,
 ) -> Result<SenderStatus> {
     ask_as(LinkRole::Status, address, secret, tls, timeout)
+}
+
+/// Checks that a sender is asked at a port. The scheme [`Distributed`](crate::Distributed) alone
+/// has one for that.
+///
+/// # Errors
+///
+/// [`NetError::NotAsked`] for an address in shared memory, [`Error::BadSetting`].
+pub fn check_asked(address: &str) -> Result<()> {
+    match address.starts_with("weightsync/") {
+        true => Err(not_asked("shared-mem", address)),
+        false => host_and_port("the sender's address", address).map(drop),
+    }
+}
+
+/// The error for asking a sender that has no port for that.
+pub(crate) fn not_asked(scheme: &str, address: &str) -> Error {
+    const IN_PROGRAM: &str = "`weightsync status --info FILE` with the init info, and \
+                              `sender.status()` in the trainer's program, say what every worker runs";
+    let instead = match scheme {
+        "shared-mem" | "multi-process" => format!(
+            "it and its workers share the memory of one machine ({scheme}), and it has no port. \
+             {IN_PROGRAM}; `weightsync doctor` says what this machine allows"
+        ),
+        "store" => format!(
+            "its versions go through a store, and `weightsync log {address}` shows them. {IN_PROGRAM}"
+        ),
+        _ => format!("its scheme is {scheme}, and `distributed` alone answers that. {IN_PROGRAM}"),
+    };
+    NetError::NotAsked { instead }.into()
 }
 
 /// A status as JSON. Entries without room are left out and counted: relays first, because a worker

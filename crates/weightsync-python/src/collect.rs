@@ -10,10 +10,11 @@ use pyo3::types::PyBytes;
 use rustix::process::{Signal, getpid, kill_process};
 use weightsync_engine::transport::threads::LockExt as _;
 use weightsync_engine::{Error, Origin};
+use weightsync_link::access::Token;
+use weightsync_net::Distributed;
 use weightsync_net::collect::{
     CollectorLink, CollectorPort, JoinOptions, NoticeKind, Rows, WorkerSeat,
 };
-use weightsync_net::{Distributed, Token};
 
 use crate::errors::{SettingError, ended, exception, forked};
 use crate::options::{LONGEST, Seconds, timeout_of};

@@ -6,18 +6,18 @@ use std::fs;
 use std::path::Path;
 
 use weightsync_fuzz::fuzz;
-use weightsync_net::Token;
-use weightsync_net::access::Key;
-use weightsync_net::wire::frame::{
-    BLOCK_HEAD_BYTES, BlockHead, DELTA_HEAD_BYTES, Decoder, DeltaHead, FrameKind, HEADER_BYTES,
-    SPAN, encode,
+use weightsync_link::access::{Key, Token};
+use weightsync_link::frame::{
+    BLOCK_HEAD_BYTES, DELTA_HEAD_BYTES, Decoder, FrameKind, HEADER_BYTES, encode,
 };
-use weightsync_net::wire::hello::{
+use weightsync_link::hello::{
     ClientHandshake, ClientHello, HELLO_BYTES, LinkRole, Next, Protocols, ServerHandshake,
     ServerHello,
 };
+use weightsync_link::message::Message;
+use weightsync_net::wire::image::{BlockHead, DeltaHead, SPAN};
 use weightsync_net::wire::message::{
-    FromRoot, JsonReply, Message, ModelAssembler, ToChild, ToParent, ToRoot, ToTrainer, ToWorker,
+    FromRoot, JsonReply, ModelAssembler, ToChild, ToParent, ToRoot, ToTrainer, ToWorker,
 };
 
 const ALL: &[FrameKind] = &[

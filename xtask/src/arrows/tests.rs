@@ -79,6 +79,7 @@ const MEMBERS: &[&str] = &[
     "weightsync-core",
     "weightsync-mem",
     "weightsync-engine",
+    "weightsync-link",
     "weightsync-net",
     "weightsync-rl",
     "weightsync-cli",
@@ -112,9 +113,12 @@ fn the_design_s_own_graph_passes() {
         "weightsync-engine -> weightsync-core",
         "weightsync-engine -> weightsync-mem",
         "weightsync-engine ->? candle-core",
+        "weightsync-link -> weightsync-engine",
+        "weightsync-link -> tokio",
+        "weightsync-link -> rustls",
         "weightsync-net -> weightsync-engine",
+        "weightsync-net -> weightsync-link",
         "weightsync-net -> tokio",
-        "weightsync-net -> rustls",
         "weightsync-rl -> weightsync-engine",
         "weightsync-rl -> rand",
         "weightsync-rl ->? weightsync-net",
@@ -180,6 +184,10 @@ fn edges_the_table_does_not_list_fail() {
         (
             "weightsync-engine ->build tokio",
             "weightsync-engine → tokio: not in its row",
+        ),
+        (
+            "weightsync-link -> weightsync-net",
+            "weightsync-link → weightsync-net: not in its row",
         ),
         (
             "weightsync-net -> axum",

@@ -7,8 +7,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use weightsync_net::access::TLS_LOOPBACK_VARIABLE;
-use weightsync_net::tls::{CertificateRequest, TLS_VARIABLE, make};
+use weightsync_link::access::TLS_LOOPBACK_VARIABLE;
+use weightsync_link::tls::{CertificateRequest, TLS_VARIABLE, make};
 
 use super::ours::{Route, measure};
 use super::{Row, row};

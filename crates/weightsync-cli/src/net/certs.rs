@@ -2,7 +2,7 @@
 
 use std::{error::Error, path::PathBuf};
 
-use weightsync_net::tls::{CertificateRequest, make};
+use weightsync_link::tls::{CertificateRequest, make};
 
 use crate::SUCCESS;
 use crate::output::print;

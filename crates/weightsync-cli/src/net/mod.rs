@@ -12,9 +12,11 @@ use std::{
 };
 
 use weightsync_engine::InitInfo;
-use weightsync_net::address::{check_asked, resolve_all};
-use weightsync_net::tls::{CertificateRole, Tls};
-use weightsync_net::{Distributed, Token};
+use weightsync_link::access::Token;
+use weightsync_link::address::resolve_all;
+use weightsync_link::tls::{CertificateRole, Tls};
+use weightsync_net::Distributed;
+use weightsync_net::status::check_asked;
 
 pub use certs::{CertsArgs, run as certs};
 pub use relay::{RelayArgs, run as relay};
@@ -78,7 +80,7 @@ impl SenderArgs {
     /// An address that may be dialled, with the certificates for it.
     fn reach(&self, address: String, secret: [u8; 16]) -> Result<Endpoint, Box<dyn Error>> {
         // The secret is given, so the environment's token is not read.
-        let mut access = weightsync_net::Access::with_token(None)?;
+        let mut access = weightsync_link::access::Access::with_token(None)?;
         access.insecure_plaintext |= self.insecure_plaintext;
         let access = access.with_tls(CertificateRole::Worker, self.tls.as_deref())?;
         // Each address that the name leads to must be allowed: the connection may go to any.

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 use std::{error::Error, fs};
 
 use serde::{Deserialize, Serialize};
-use weightsync_net::tls::CertificateRole;
-use weightsync_net::{Access, Token};
+use weightsync_link::access::{Access, Token};
+use weightsync_link::tls::CertificateRole;
 use weightsync_serve::synchronizer::{StyleWords, SynchronizerOptions, method};
 
 /// Where a synchronizer listens by default.
@@ -185,7 +185,7 @@ impl Settings {
         self.options()?.check()?;
         let access = self.access()?;
         // Only checked, and nothing is bound.
-        access.may_listen(weightsync_net::address::listening(
+        access.may_listen(weightsync_link::address::listening(
             "address",
             self.address(),
         )?)?;

@@ -16,7 +16,7 @@ use weightsync_mem::threads::{self, LockExt as _};
 
 pub(crate) use self::ring::DeltaRing;
 use self::versions::VersionPair;
-use crate::wire::frame::SPAN;
+use crate::wire::image::SPAN;
 
 /// The speed of the slowest link that something is sent over, in bytes a second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -14,6 +14,14 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::Run;
 use weightsync_core::delta::Scratch;
+use weightsync_link::frame::{
+    BLOCK_HEAD_BYTES, DELTA_HEAD_BYTES, FrameHeader, FrameKind, HEADER_BYTES,
+};
+use weightsync_link::hello::LinkRole;
+use weightsync_link::message::Message;
+use weightsync_link::stream::Stream;
+use weightsync_link::tls::TlsPeer;
+use weightsync_link::{Credentials, blocking};
 use weightsync_mem::PartialSlot;
 use weightsync_mem::threads::LockExt as _;
 use weightsync_simd::Crc64;
@@ -25,16 +33,9 @@ use super::stop::Threads;
 use super::store::{BlockStore, HeldVersion};
 use super::throughput::{Throughput, Transferred};
 use super::{PATIENCE, STALLED, WITHHELD};
-use crate::link::stream::Stream;
-use crate::link::{Credentials, blocking};
 use crate::relay::Item;
-use crate::tls::TlsPeer;
-use crate::wire::frame::{
-    BLOCK_HEAD_BYTES, BlockHead, DELTA_HEAD_BYTES, DeltaHead, FrameError, FrameHeader, FrameKind,
-    HEADER_BYTES, SPAN_BLOCKS,
-};
-use crate::wire::hello::LinkRole;
-use crate::wire::message::{MAX_RANGES, Message, ToChild, ToParent, WantedBlocks};
+use crate::wire::image::{BlockHead, DeltaHead, ImageError, SPAN_BLOCKS};
+use crate::wire::message::{MAX_RANGES, ToChild, ToParent, WantedBlocks};
 
 /// How many bytes are read before their checksum is computed, so that they are still in the cache.
 const GULP: usize = 256 << 10;
@@ -433,7 +434,7 @@ impl FetchTask {
         head: &BlockHead,
         requested: &mut Requested<'_>,
     ) -> io::Result<()> {
-        let wrong = || invalid(FrameError::Block { head: *head });
+        let wrong = || invalid(ImageError::Block { head: *head });
         let index = head.index as usize;
         // The decoder has compared the block's length with `image_bytes`. If that fits, so does the
         // block.

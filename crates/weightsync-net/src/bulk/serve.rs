@@ -5,15 +5,16 @@ mod transfer;
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice, Write};
-use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use rustix::net::sockopt;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot};
 use weightsync_core::Run;
 use weightsync_core::delta::Scratch;
+use weightsync_link::admission::{Admitted, ConnectionLimits, Doing};
+use weightsync_link::frame::{FrameHeader, FrameKind, HEADER_BYTES};
+use weightsync_link::message::Message;
 use weightsync_mem::threads::LockExt as _;
 
 use self::transfer::Transfer;
@@ -21,14 +22,10 @@ use super::delta::{Delta, SpanCoding};
 use super::stop::Threads;
 use super::store::{BlockStore, HeldVersion};
 use super::{IDLE, STUCK};
-use crate::link::admission::{Admitted, ConnectionLimits, Doing};
-use crate::link::stream::{AsyncStream, Stream};
 use crate::relay::Item;
-use crate::wire::frame::{FrameHeader, FrameKind, HEADER_BYTES, SPAN, SPAN_BLOCKS};
-use crate::wire::message::{Message, ToChild, ToParent, WantedBlocks};
-
-/// A waiting child is given up when its host has not answered for this long.
-const OUT_OF_REACH: Duration = Duration::from_secs(12);
+use crate::wire::image::{SPAN, SPAN_BLOCKS};
+use crate::wire::message::{ToChild, ToParent, WantedBlocks};
+use weightsync_link::stream::{AsyncStream, Stream, keep_alive};
 
 /// How many fetches are served at once; others wait for their turn.
 const AT_ONCE: usize = 64;
@@ -372,15 +369,6 @@ enum DeltaState<'a> {
     NotYet,
     /// The version will not come.
     Gone,
-}
-
-/// Enables TCP keep-alive: the system notices when the host of the other end is gone.
-pub(crate) fn keep_alive(socket: &impl AsFd) -> io::Result<()> {
-    // Six seconds of silence, then three questions, two seconds apart.
-    sockopt::set_socket_keepalive(socket, true)?;
-    sockopt::set_tcp_keepidle(socket, OUT_OF_REACH / 2)?;
-    sockopt::set_tcp_keepintvl(socket, OUT_OF_REACH / 6)?;
-    Ok(sockopt::set_tcp_keepcnt(socket, 3)?)
 }
 
 /// The child's next message; `None` once it has hung up or been quiet for too long.

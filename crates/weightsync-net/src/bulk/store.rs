@@ -16,7 +16,7 @@ use weightsync_mem::{PartialSlot, Snapshot};
 use super::PATIENCE;
 use super::delta::DeltaRing;
 use crate::relay::Item;
-use crate::wire::frame::BLOCK;
+use crate::wire::image::BLOCK;
 use crate::wire::message::DIGEST_BYTES;
 
 // [`HeldVersion::whole`] reuses the checksums of the sender's copy pass, so their blocks must have

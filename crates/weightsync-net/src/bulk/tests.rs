@@ -9,6 +9,11 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::Notify;
 use weightsync_conformance::scale::longest;
 use weightsync_core::{Dtype, Epoch, Layout, Run, Version};
+use weightsync_link::Credentials;
+use weightsync_link::frame::{FrameHeader, FrameKind, HEADER_BYTES};
+use weightsync_link::listen::accept_all;
+use weightsync_link::message::Message;
+use weightsync_link::stream::AsyncStream;
 use weightsync_mem::{
     BlockWrite, Listener, ModelDescription, PartialSlot, RelaySegment, SegmentOptions,
 };
@@ -17,12 +22,9 @@ use super::{
     BlockStore, BulkFetch, Connections, FetchEnd, HeldVersion, Parent, Serving, Threads,
     Transferred,
 };
-use crate::link::Credentials;
-use crate::link::listen::accept_all;
-use crate::link::stream::AsyncStream;
 use crate::relay::Item;
-use crate::wire::frame::{BLOCK, BlockHead, FrameHeader, FrameKind, HEADER_BYTES};
-use crate::wire::message::{Message, ToChild};
+use crate::wire::image::{BLOCK, BlockHead};
+use crate::wire::message::ToChild;
 
 mod deltas;
 mod verify;

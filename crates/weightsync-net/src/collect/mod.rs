@@ -28,6 +28,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use weightsync_engine::transport::SILENT_SENDER;
+use weightsync_link::frame::{FrameError, FrameHeader, FrameKind, HEADER_BYTES, MAX_PIECE, header};
+use weightsync_link::message::{Message, MessageError};
+use weightsync_link::silence::{Silence, SilenceLimits, SilentPeer};
 
 pub use self::incoming::Rows;
 pub use self::place::{NoticeKind, WorkerNotice, WorkerSeat};
@@ -35,11 +38,7 @@ pub use self::trainer::CollectorPort;
 pub use self::worker::{CollectorLink, JoinOptions, JoinedWorker};
 
 use self::incoming::PartError;
-use crate::bulk::serve::keep_alive;
-use crate::link::silence::{Silence, SilenceLimits, SilentPeer};
-use crate::link::stream::Stream;
-use crate::wire::frame::{FrameError, FrameHeader, FrameKind, HEADER_BYTES, MAX_PIECE, header};
-use crate::wire::message::{Message, MessageError};
+use weightsync_link::stream::{Stream, keep_alive};
 
 /// How often an idle end sends a sign of life.
 const HEARTBEAT: Duration = Duration::from_secs(1);

@@ -10,16 +10,17 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 use weightsync_engine::{Origin, Result};
+use weightsync_link::address::bad;
+use weightsync_link::frame::FrameKind;
+use weightsync_link::message::Message;
+use weightsync_link::stream::Stream;
 use weightsync_mem::threads::{CondvarExt as _, LockExt as _};
 use weightsync_mem::{left, passed};
 
 use super::incoming::{Incoming, WantedPart};
 use super::{FrameReader, HEARTBEAT, LinkError, Rows, write_message, write_pieces};
-use crate::address::bad;
 use crate::error::os;
-use crate::link::stream::Stream;
-use crate::wire::frame::FrameKind;
-use crate::wire::message::{Message, ToTrainer, ToWorker};
+use crate::wire::message::{ToTrainer, ToWorker};
 
 /// The most orders that may wait for a worker.
 const MOST_ORDERS: usize = 1024;

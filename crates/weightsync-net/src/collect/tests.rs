@@ -10,16 +10,16 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use proptest::prelude::*;
+use weightsync_link::access::Token;
+use weightsync_link::frame::MAX_PIECE;
+use weightsync_link::hello::LinkRole;
+use weightsync_link::stream::Stream;
+use weightsync_link::tls::TlsPeer;
+use weightsync_link::{Credentials, blocking};
 
 use super::incoming::{Incoming, WantedPart};
 use super::*;
-use crate::link::Credentials;
-use crate::link::blocking;
-use crate::link::stream::Stream;
 use crate::scheme::Distributed;
-use crate::tls::TlsPeer;
-use crate::wire::frame::MAX_PIECE;
-use crate::wire::hello::LinkRole;
 use crate::wire::message::{ToTrainer, ToWorker};
 
 /// For what has to come: only a test that fails waits so long.
@@ -58,7 +58,7 @@ fn joining(trainer: &CollectorPort, worker: Option<u32>, ticket: Option<u64>) ->
 #[test]
 fn code_travels_in_plain_text_only_with_its_own_permission() {
     let scheme = || {
-        let token = crate::Token::new("a token of 16 bytes or more").unwrap();
+        let token = Token::new("a token of 16 bytes or more").unwrap();
         let scheme = Distributed::new().listen("0.0.0.0:0").token(token);
         scheme.insecure_plaintext()
     };

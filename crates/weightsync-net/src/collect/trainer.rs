@@ -8,21 +8,23 @@ use std::time::{Duration, Instant};
 
 use tokio::runtime::Runtime;
 use weightsync_engine::{Origin, Result};
+use weightsync_link::access::Key;
+use weightsync_link::address::listen_error;
+use weightsync_link::admission::{Admitted, ConnectionLimits, Doing};
+use weightsync_link::frame::{FrameError, FrameKind};
+use weightsync_link::hello::LinkRole;
+use weightsync_link::listen::accept_all;
+use weightsync_link::message::Message;
+use weightsync_link::stream::{AsyncStream, Stream};
+use weightsync_link::{Credentials, HANDSHAKE};
 use weightsync_mem::threads::{self, LockExt as _};
 
 use super::incoming::PartError;
 use super::place::{NoticeKind, Seat, Stage, WorkerLink, WorkerSeat};
 use super::{ASKS, FrameReader, LinkError, SILENT, prepare, write_message};
-use crate::access::Key;
-use crate::error::{listen_error, os, transport};
-use crate::link::Credentials;
-use crate::link::admission::{Admitted, ConnectionLimits, Doing};
-use crate::link::stream::{AsyncStream, Stream};
-use crate::link::{HANDSHAKE, listen::accept_all};
+use crate::error::{os, transport};
 use crate::scheme::Distributed;
-use crate::wire::frame::{FrameError, FrameKind};
-use crate::wire::hello::LinkRole;
-use crate::wire::message::{Message, ToTrainer, ToWorker};
+use crate::wire::message::{ToTrainer, ToWorker};
 
 /// A worker that has sent nothing for longer than this may have gone without a word: another that
 /// wants its place is to ask again.

@@ -10,22 +10,22 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::Remedy;
 use weightsync_engine::{Error, Origin, Result};
+use weightsync_link::access::{Access, Key};
+use weightsync_link::address::{host_of, resolve_all};
+use weightsync_link::frame::{FrameError, FrameKind};
+use weightsync_link::hello::{HelloError, LinkRole};
+use weightsync_link::message::Message;
+use weightsync_link::stream::Stream;
+use weightsync_link::tls::{CertificateRole, TlsPeer};
+use weightsync_link::{Credentials, HANDSHAKE, blocking};
 use weightsync_mem::left;
 use weightsync_mem::threads::{self, CondvarExt as _, LockExt as _};
 
 use super::{
     ASKS, FrameReader, HEARTBEAT, LEAVE, LinkError, SILENT, prepare, write_message, write_pieces,
 };
-use crate::access::{Access, Key};
-use crate::address::{host_of, resolve_all};
 use crate::error::{NetError, os, transport};
-use crate::link::Credentials;
-use crate::link::stream::Stream;
-use crate::link::{HANDSHAKE, blocking};
-use crate::tls::{CertificateRole, TlsPeer};
-use crate::wire::frame::{FrameError, FrameKind};
-use crate::wire::hello::{HelloError, LinkRole};
-use crate::wire::message::{Message, ToTrainer, ToWorker};
+use crate::wire::message::{ToTrainer, ToWorker};
 
 /// How long connections to a trainer are refused until it counts as gone.
 const REFUSED: Duration = Duration::from_secs(2);

@@ -10,9 +10,9 @@ use weightsync_engine::transport::{
     Attached, Deadline, Endpoint, Handoff, Joining, ReceiverTransport, SILENT_SENDER, interrupt,
 };
 use weightsync_engine::{Error, Result, Run};
+use weightsync_link::access::Access;
 use weightsync_mem::{AttachOptions, Backoff, Origin, SegmentReader, passed};
 
-use crate::access::Access;
 use crate::error::{NetError, transport};
 use crate::relay::local::{self, NameOwner};
 use crate::relay::{Agent, AgentAddress, AgentOptions, Patience, StartError, Unreached, left_of};

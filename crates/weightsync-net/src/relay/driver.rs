@@ -32,6 +32,7 @@ use tokio::time::Instant;
 use weightsync_core::Run;
 use weightsync_core::digest::Digest;
 use weightsync_engine::log_limiter::{self, LogLimiter};
+use weightsync_link::{Credentials, Link, LinkEnd, STARVED};
 use weightsync_mem::protocol::MAX_SLOTS;
 use weightsync_mem::threads;
 use weightsync_mem::{self as mem, Ending, Listener, RelaySegment, SegmentOptions, WaitStyle};
@@ -42,7 +43,6 @@ use super::join::JoinedAgent;
 use super::plan::{Item, RelayPlan};
 use super::{AgentOptions, StartError};
 use crate::bulk::{BlockStore, Connections, ServeEvent, Threads};
-use crate::link::{Credentials, Link, LinkEnd, STARVED};
 use crate::scheme::Distributed;
 use crate::wire::message::{FromRoot, ToRoot};
 

@@ -7,16 +7,17 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use weightsync_core::{Layout, Remedy, Run};
+use weightsync_link::access::Access;
+use weightsync_link::address::host_of;
+use weightsync_link::hello::{HelloError, LinkRole};
+use weightsync_link::message::MessageError;
+use weightsync_link::stream::AsyncStream;
+use weightsync_link::tls::TlsPeer;
+use weightsync_link::{Credentials, DialError, Link, LinkEnd};
 use weightsync_mem::ModelDescription;
 
 use super::driver::DriverEvent;
 use super::{AgentOptions, Item, Patience, StartError, Unreached};
-use crate::access::Access;
-use crate::address::host_of;
-use crate::link::stream::AsyncStream;
-use crate::link::{self, Credentials, DialError, Link, LinkEnd};
-use crate::tls::TlsPeer;
-use crate::wire::hello::{HelloError, LinkRole};
 use crate::wire::message::{FromRoot, ModelAssembler, RefusalRemedy, ToRoot, Welcome};
 
 /// How long a sender may take for the next part of its welcome. Even over a link of 1 Mbit/s a part
@@ -169,7 +170,7 @@ async fn read_welcome(
         if index != expected {
             return Err(broken("the models did not come in order"));
         }
-        let unusable = |error: crate::wire::message::MessageError| broken(&error.to_string());
+        let unusable = |error: MessageError| broken(&error.to_string());
         let mut assembler =
             ModelAssembler::new(index, layout_bytes, note_bytes).map_err(unusable)?;
         let model = loop {
@@ -232,7 +233,8 @@ pub(crate) async fn dial(
     let mut last = unreachable(format!("{name} has no address"));
     for address in addresses {
         let peer = TlsPeer::Trainer(host_of(name));
-        let error = match link::dial(address, credentials, peer, LinkRole::Control).await {
+        let error = match weightsync_link::dial(address, credentials, peer, LinkRole::Control).await
+        {
             Ok(socket) => return Ok((socket, address)),
             // All addresses of the name should lead to one sender, so the others are not tried.
             Err(DialError::Hello(error)) if is_final(&error) => {
@@ -303,12 +305,13 @@ mod tests {
 
     #[tokio::test]
     async fn agent_listens_off_loopback_only_with_a_token() {
-        let access = |token, insecure_plaintext| Access {
-            token,
-            insecure_plaintext,
-            ..Access::default()
+        let access = |token, insecure_plaintext| {
+            let mut access = Access::default();
+            access.token = token;
+            access.insecure_plaintext = insecure_plaintext;
+            access
         };
-        let token = || Some(crate::access::Token::new("sixteen bytes or more").unwrap());
+        let token = || Some(weightsync_link::access::Token::new("sixteen bytes or more").unwrap());
         let own = Access::default();
         let loopback = listen([127, 0, 0, 1].into(), &own).await;
         assert!(loopback.unwrap().is_some());

@@ -21,6 +21,9 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
 use weightsync_core::{Epoch, Run};
+use weightsync_link::Credentials;
+use weightsync_link::access::{Access, AccessError, Key};
+use weightsync_link::hello::HelloError;
 use weightsync_mem::threads;
 use weightsync_mem::{Backoff, Deadline, Ending, Listener, Origin, left};
 
@@ -29,9 +32,6 @@ use self::join::{JoinedAgent, join};
 pub use self::plan::Item;
 pub(crate) use self::service::unreachable;
 pub use self::service::{Relay, RelayEvent, RelayStop};
-use crate::access::{Access, AccessError, Key};
-use crate::link::Credentials;
-use crate::wire::hello::HelloError;
 use crate::wire::message::ToRoot;
 
 /// How long tasks get to end; none of them should wait.

@@ -10,15 +10,16 @@ use std::time::Duration;
 
 use weightsync_core::{Epoch, Run};
 use weightsync_engine::{InitInfo, Result};
+use weightsync_link::access::{Access, Token};
+use weightsync_link::address::told;
+use weightsync_link::hello::HelloError;
+use weightsync_link::tls::CertificateRole;
 use weightsync_mem::threads::{CondvarExt as _, LockExt as _};
 use weightsync_mem::{Backoff, Ending};
 
 use super::{Agent, AgentAddress, AgentOptions, StartError, Stopper};
-use crate::access::{Access, Token};
-use crate::address::{check_asked, told};
 use crate::error::{NetError, transport};
-use crate::tls::CertificateRole;
-use crate::wire::hello::HelloError;
+use crate::status::check_asked;
 
 /// How long one attempt to reach the sender may take.
 const ATTEMPT: Duration = Duration::from_secs(3);
@@ -35,7 +36,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 /// workers find it on their own, and look for another route when it goes.
 ///
 /// ```no_run
-/// use weightsync_net::{Relay, Token};
+/// use weightsync_link::access::Token;
+/// use weightsync_net::Relay;
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let token = Token::from_file("/etc/weightsync/token")?;

@@ -9,19 +9,21 @@ use tokio::io::AsyncWriteExt;
 use weightsync_conformance::scale::{longest, prompt_limit};
 use weightsync_core::{Dtype, Layout};
 use weightsync_engine::{Error, Expect, InitInfo, Remedy, Sender, SenderSetup, Tensors};
+use weightsync_link::access::Token;
+use weightsync_link::hello::LinkRole;
+use weightsync_link::listen::accept_all;
+use weightsync_link::message::Message;
+use weightsync_link::stream::AsyncStream;
+use weightsync_link::tls::TlsPeer;
+use weightsync_link::{Link, LinkEnd, blocking};
 
 use super::local::{NameOwner, names};
 use super::*;
 use crate::error::NetError;
-use crate::link::listen::accept_all;
-use crate::link::stream::AsyncStream;
-use crate::link::{Link, LinkEnd, blocking};
 use crate::scheme::{Distributed, Share};
 use crate::scrub::Scrub;
 use crate::status::{self, NOT_YET};
-use crate::tls::TlsPeer;
-use crate::wire::hello::LinkRole;
-use crate::wire::message::{self, FromRoot, Message, ToRoot, Welcome, model_messages};
+use crate::wire::message::{self, FromRoot, ToRoot, Welcome, model_messages};
 
 /// A trainer whose workers do not read its memory.
 pub(crate) fn trainer() -> (Sender, InitInfo) {
@@ -417,7 +419,7 @@ fn join_ends_at_its_deadline_and_when_cancelled() {
 
 #[test]
 fn a_relay_that_joins_stops_at_once() {
-    let token = crate::Token::new("sixteen bytes or more").unwrap();
+    let token = Token::new("sixteen bytes or more").unwrap();
     let (_runtime, root, seen) = drones("127.0.0.1:0", &token.secret(), long_welcome());
     let relay = Relay::with_token(root, &token);
     let stop = relay.stopper();
@@ -459,7 +461,7 @@ fn joined_relay_outlasts_an_impostor_at_the_address() {
 /// A sender that says what cannot be may have one after it that does not.
 #[test]
 fn relay_searches_for_its_sender_after_any_failure() {
-    let token = crate::Token::new("sixteen bytes or more").unwrap();
+    let token = Token::new("sixteen bytes or more").unwrap();
     let (_runtime, root, seen) = drones("127.0.0.1:0", &token.secret(), Vec::new());
     let relay = Relay::with_token(root, &token);
     let stop = relay.stopper();

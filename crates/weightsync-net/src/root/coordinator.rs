@@ -21,6 +21,8 @@ use weightsync_core::WorkerId;
 use weightsync_core::digest::Digest;
 use weightsync_engine::log_limiter::LogLimiter;
 use weightsync_engine::transport::SendHistory;
+use weightsync_link::stream::AsyncStream;
+use weightsync_link::{Link, LinkEnd};
 use weightsync_mem::threads::LockExt as _;
 use weightsync_mem::{RemoteReader, RemoteReaders, Snapshot};
 
@@ -28,8 +30,6 @@ use super::membership::LinkLoss;
 use super::plan::{RootInput, RootPlan};
 use super::topology::AgentId;
 use crate::bulk::{BlockStore, Threads};
-use crate::link::stream::AsyncStream;
-use crate::link::{Link, LinkEnd};
 use crate::relay::Item;
 use crate::wire::message::{FromRoot, ToRoot, Welcome};
 

@@ -7,17 +7,17 @@ use std::time::Duration;
 
 use tokio::io::AsyncWriteExt;
 use tokio::sync::{Semaphore, mpsc, oneshot};
+use weightsync_link::Credentials;
+use weightsync_link::hello::LinkRole;
+use weightsync_link::listen::accept_all;
+use weightsync_link::message::Message;
+use weightsync_link::stream::AsyncStream;
 use weightsync_mem::RemoteReaders;
 
 use super::coordinator::CoordinatorEvent;
 use crate::bulk::Serving;
-use crate::link;
-use crate::link::Credentials;
-use crate::link::listen::accept_all;
-use crate::link::stream::AsyncStream;
 use crate::status::NOT_YET;
-use crate::wire::hello::LinkRole;
-use crate::wire::message::{JsonReply, Message};
+use crate::wire::message::JsonReply;
 
 /// The most agents.
 const MAX_AGENTS: usize = 16_384;
@@ -97,7 +97,8 @@ pub(super) async fn answer(
     asking: Arc<Semaphore>,
 ) {
     // The turn is held until the answer is out.
-    let Ok(Ok(_turn)) = tokio::time::timeout(link::HANDSHAKE, asking.acquire()).await else {
+    let Ok(Ok(_turn)) = tokio::time::timeout(weightsync_link::HANDSHAKE, asking.acquire()).await
+    else {
         return;
     };
     let (answer, mut answered) = oneshot::channel();
@@ -126,7 +127,7 @@ pub(super) async fn answer(
             }
         };
         // With a deadline, because a client that reads nothing must not keep its turn.
-        let written = tokio::time::timeout(link::HANDSHAKE, write).await;
+        let written = tokio::time::timeout(weightsync_link::HANDSHAKE, write).await;
         if last || !matches!(written, Ok(Ok(()))) {
             return;
         }

@@ -22,17 +22,16 @@ use weightsync_engine::transport::{
     Attendance, Deadline, ModelSpec, Opening, Segment, SenderTransport, Staging, Targets,
 };
 use weightsync_engine::{Result, SenderStatus, Snapshot, Version, WorkerId, WorkerStatus};
+use weightsync_link::Credentials;
+use weightsync_link::access::Key;
 use weightsync_mem::threads;
 use weightsync_mem::{Listener, Origin};
 
 use self::compare::{Compared, Comparing};
 use self::coordinator::{ChangedWorkers, Coordinator, CoordinatorEvent, CoordinatorSettings};
 use self::listening::Listening;
-use crate::access::Key;
 use crate::bulk::{BlockStore, Find, ServeEvent, Serving, Threads};
 use crate::error::os;
-use crate::link;
-use crate::link::Credentials;
 use crate::relay::{Item, runtime, tell_to_end};
 use crate::scheme::Distributed;
 use crate::wire::message::{FromRoot, Welcome, model_messages};
@@ -312,7 +311,7 @@ fn run(
             accepting.abort();
         });
         // Ends the tasks; none of them waits.
-        runtime.shutdown_timeout(link::HANDSHAKE);
+        runtime.shutdown_timeout(weightsync_link::HANDSHAKE);
     };
     threads::spawn("net", work).map_err(os("starting the sender's network thread"))
 }
@@ -350,5 +349,5 @@ fn descriptions(models: &[ModelSpec]) -> Result<Arc<[u8]>> {
             model_messages(index as u8, &layout, &spec.note).map_err(crate::error::transport)?;
         messages.extend(all);
     }
-    link::frames::<FromRoot>(&messages).map_err(crate::error::transport)
+    weightsync_link::frames::<FromRoot>(&messages).map_err(crate::error::transport)
 }

@@ -6,9 +6,11 @@ use std::time::{Duration, Instant};
 use rustix::process::{Resource, Rlimit, setrlimit};
 use weightsync_conformance::scale::longest;
 use weightsync_engine::{Expect, SenderSetup, Tensors};
+use weightsync_link::access::TOKEN_FILE_VARIABLE;
+use weightsync_link::address::host_and_port;
 
 use super::*;
-use crate::address::host_and_port;
+use crate::Relay;
 
 fn place(scheme: &Distributed) -> Result<Endpoint> {
     scheme.allocate_endpoint(&["policy".parse()?], None)
@@ -202,4 +204,44 @@ fn sender_out_of_files_does_not_blame_its_workers() {
     assert!(error.contains("limit of open files (64)"), "{error}");
     drop(clients);
     assert!(sender.wait().unwrap().success());
+}
+
+/// Where a copy of this program is told that it is one.
+const IS_A_COPY: &str = "WEIGHTSYNC_TEST_COPY";
+
+#[test]
+fn token_of_the_environment_is_read_only_when_needed() {
+    if std::env::var_os(IS_A_COPY).is_none() {
+        let name = "scheme::tests::token_of_the_environment_is_read_only_when_needed";
+        let copy = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name])
+            .env(IS_A_COPY, "")
+            .env(TOKEN_FILE_VARIABLE, "/nowhere/token")
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&copy.stdout);
+        assert!(said.contains("1 passed"), "{copy:?}");
+        return;
+    }
+    let token = Token::new("sixteen bytes or more").unwrap();
+    let trainer = Distributed::new();
+    assert!(trainer.access().is_err());
+    assert!(trainer.access_to_dial().is_ok());
+    let access = trainer.token(token.clone()).access().unwrap();
+    assert_eq!(access.token.as_ref(), Some(&token));
+    let relay = |address: &str| Relay::of(&info_of(address)).access();
+    assert!(relay("127.0.0.1:9").is_ok());
+    assert!(relay("192.0.2.1:9").is_err());
+    let relay = Relay::with_token("192.0.2.1:9", &token).access();
+    assert_eq!(relay.unwrap().token, Some(token));
+}
+
+/// The init info of a trainer that is found there.
+fn info_of(address: &str) -> InitInfo {
+    let mut weights = Tensors::new();
+    weights.insert("bias", [1], vec![0.5_f32]).unwrap();
+    let info = SenderSetup::new("policy", &weights).unwrap().init_info();
+    let mut info = serde_json::to_value(info).unwrap();
+    info["at"]["address"] = address.into();
+    serde_json::from_value(info).unwrap()
 }

@@ -1,11 +1,11 @@
-//! Every byte of a link, as pure functions: nothing here reads, writes or waits.
+//! What the links of this crate carry, as pure functions: nothing here reads, writes or waits.
 //!
 //! | step | see |
 //! |---|---|
-//! | agree on a protocol, and prove that both ends have the key | [`hello`] |
-//! | find the end of a message, and check that it arrived unchanged | [`frame`] |
+//! | send an image in blocks and deltas | [`image`] |
 //! | encode and decode messages | [`message`] |
+//!
+//! The handshake and the frames are [`weightsync_link`]'s.
 
-pub mod frame;
-pub mod hello;
+pub mod image;
 pub mod message;

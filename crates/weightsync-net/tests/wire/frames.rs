@@ -3,7 +3,8 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 use weightsync_core::Version;
-use weightsync_net::wire::frame::*;
+use weightsync_link::frame::*;
+use weightsync_net::wire::image::*;
 
 use crate::samples;
 
@@ -129,13 +130,13 @@ fn deltas_that_cannot_be_are_refused() {
         },
     ] {
         let decoded = DeltaHead::decode(&wrong.frame()[HEADER_BYTES..]);
-        assert_eq!(decoded, Err(FrameError::Delta { head: wrong }));
+        assert_eq!(decoded, Err(ImageError::Delta { head: wrong }));
     }
     let frame = head.frame();
     for at in 1..8 {
         let mut payload = frame[HEADER_BYTES..].to_vec();
         payload[at] = 1;
-        assert_eq!(DeltaHead::decode(&payload), Err(FrameError::Zeros));
+        assert_eq!(DeltaHead::decode(&payload), Err(FrameError::Zeros.into()));
     }
     assert!(DeltaHead::decode(&frame[HEADER_BYTES..][1..]).is_err());
     for bit in 0..8 * samples::DELTA_DATA.len() {
@@ -175,13 +176,13 @@ fn impossible_block_heads_are_refused() {
         },
     ] {
         let decoded = BlockHead::decode(&wrong.frame()[HEADER_BYTES..]);
-        assert_eq!(decoded, Err(FrameError::Block { head: wrong }));
+        assert_eq!(decoded, Err(ImageError::Block { head: wrong }));
     }
     let frame = head.frame();
     for at in 1..8 {
         let mut payload = frame[HEADER_BYTES..].to_vec();
         payload[at] = 1;
-        assert_eq!(BlockHead::decode(&payload), Err(FrameError::Zeros));
+        assert_eq!(BlockHead::decode(&payload), Err(FrameError::Zeros.into()));
     }
     assert!(BlockHead::decode(&frame[HEADER_BYTES..][1..]).is_err());
     assert_eq!(blocks(0), Ok(0));

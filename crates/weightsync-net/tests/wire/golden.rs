@@ -8,11 +8,12 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use weightsync_net::wire::frame::{
-    BLOCK_HEAD_BYTES, BlockHead, DELTA_HEAD_BYTES, DeltaHead, FrameHeader, FrameKind, HEADER_BYTES,
+use weightsync_link::frame::{
+    BLOCK_HEAD_BYTES, DELTA_HEAD_BYTES, FrameHeader, FrameKind, HEADER_BYTES,
 };
-use weightsync_net::wire::hello::{ClientHello, HelloVerdict, LinkRole, Protocols, ServerHello};
-use weightsync_net::wire::message::Message;
+use weightsync_link::hello::{ClientHello, HelloVerdict, LinkRole, Protocols, ServerHello};
+use weightsync_link::message::Message;
+use weightsync_net::wire::image::{BlockHead, DeltaHead};
 
 use crate::samples;
 

@@ -2,8 +2,8 @@
 
 use proptest::prelude::*;
 use weightsync_core::Remedy;
-use weightsync_net::access::Key;
-use weightsync_net::wire::hello::*;
+use weightsync_link::access::Key;
+use weightsync_link::hello::*;
 
 use crate::samples;
 

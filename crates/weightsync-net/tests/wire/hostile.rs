@@ -3,7 +3,9 @@
 use std::fmt::Debug;
 
 use proptest::prelude::*;
-use weightsync_net::wire::frame::*;
+use weightsync_link::frame::*;
+use weightsync_link::message::*;
+use weightsync_net::wire::image::*;
 use weightsync_net::wire::message::*;
 
 use crate::golden::{all, frames};

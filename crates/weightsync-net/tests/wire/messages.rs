@@ -4,7 +4,9 @@ use std::fmt::Debug;
 
 use proptest::prelude::*;
 use weightsync_core::{Epoch, Version, WorkerId};
-use weightsync_net::wire::frame::{MAX_FRAME, MAX_MODELS};
+use weightsync_link::frame::MAX_FRAME;
+use weightsync_link::message::*;
+use weightsync_net::wire::image::MAX_MODELS;
 use weightsync_net::wire::message::*;
 
 use crate::any;

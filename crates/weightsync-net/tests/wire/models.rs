@@ -1,8 +1,9 @@
 //! Layouts and notes, taken apart and put together.
 
 use proptest::prelude::*;
+use weightsync_link::message::MessageError;
 use weightsync_net::wire::message::{
-    FromRoot, MAX_LAYOUT, MAX_NOTE, MAX_PART, MessageError, ModelAssembler, model_messages,
+    FromRoot, MAX_LAYOUT, MAX_NOTE, MAX_PART, ModelAssembler, model_messages,
 };
 
 use crate::any;

@@ -2,13 +2,12 @@
 
 use weightsync_core::digest::Digest;
 use weightsync_core::{Epoch, Run, Version, WorkerId};
-use weightsync_net::Token;
-use weightsync_net::access::Key;
-use weightsync_net::wire::frame::{BlockHead, DeltaHead};
-use weightsync_net::wire::hello::{
-    ClientHandshake, HelloVerdict, LinkRole, Next, Protocols, ServerHandshake,
+use weightsync_link::access::{Key, Token};
+use weightsync_link::hello::{
+    ClientHandshake, HELLO_BYTES, HelloVerdict, LinkRole, Next, Protocols, ServerHandshake,
+    ServerHello,
 };
-use weightsync_net::wire::hello::{HELLO_BYTES, ServerHello};
+use weightsync_net::wire::image::{BlockHead, DeltaHead};
 use weightsync_net::wire::message::{
     BlockRange, Delivery, FromRoot, Item, JsonReply, RefusalRemedy, ToChild, ToParent, ToRoot,
     ToTrainer, ToWorker, Want, WantedBlocks, Welcome, WorkerInstance, WorkerJoin, WorkerProgress,

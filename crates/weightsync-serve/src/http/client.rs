@@ -17,8 +17,10 @@ use serde::de::DeserializeOwned;
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
+use weightsync_link::refusal;
+use weightsync_link::stream::AsyncStream;
+use weightsync_link::tls::{Tls, TlsPeer};
 use weightsync_mem::threads::LockExt as _;
-use weightsync_net::tls::{AsyncStream, Tls, TlsPeer, refusal};
 
 use super::Bearer;
 
@@ -510,7 +512,7 @@ impl Lines {
 
 #[cfg(test)]
 mod tests {
-    use weightsync_net::tls::{CertificateRequest, CertificateRole, ClientAuth, make};
+    use weightsync_link::tls::{CertificateRequest, CertificateRole, ClientAuth, make};
 
     use super::*;
     use crate::http::HttpThread;

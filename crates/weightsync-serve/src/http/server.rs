@@ -26,11 +26,13 @@ use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::{Sleep, sleep, timeout};
+use weightsync_engine::log_limiter::{self, LogLimiter};
 use weightsync_engine::transport::raise_files;
+use weightsync_link::admission::{Admitted, ConnectionLimits, Doing, Full};
+use weightsync_link::refusal;
+use weightsync_link::stream::AsyncStream;
+use weightsync_link::tls::{CertificateRole, ClientAuth, Tls};
 use weightsync_mem::threads::LockExt as _;
-use weightsync_net::admission::{Admitted, ConnectionLimits, Doing, Full};
-use weightsync_net::log_limiter::{self, LogLimiter};
-use weightsync_net::tls::{AsyncStream, CertificateRole, ClientAuth, Tls, refusal};
 
 use super::client::tune;
 use super::{Bearer, Stopping};

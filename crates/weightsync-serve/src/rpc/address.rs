@@ -7,9 +7,8 @@ use std::path::Path;
 
 use weightsync_engine::transport::Endpoint;
 use weightsync_engine::{ModelId, Result};
-use weightsync_net::address::PortFile;
-pub(super) use weightsync_net::address::{listening, local_ip, reached};
-use weightsync_net::listen_error;
+use weightsync_link::address::{PortFile, listen_error};
+pub(super) use weightsync_link::address::{listening, local_ip, reached};
 
 use super::error::RpcError;
 

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use weightsync_engine::{Error, Remedy};
-use weightsync_net::AccessError;
+use weightsync_link::access::AccessError;
 
 #[derive(Debug, thiserror::Error)]
 pub(super) enum RpcError {

@@ -36,11 +36,10 @@ use weightsync_engine::transport::{
     SenderTransport, register,
 };
 use weightsync_engine::{AnyScheme, Capabilities, Error, ModelId, Result, SenderStatus};
+use weightsync_link::access::{Access, AccessError, encrypts_loopback};
+use weightsync_link::reach::{self, Reached};
+use weightsync_link::tls::CertificateRole;
 use weightsync_mem::threads::{CondvarExt as _, LockExt as _};
-use weightsync_net::access::encrypts_loopback;
-use weightsync_net::reach::{self, Reached};
-use weightsync_net::tls::CertificateRole;
-use weightsync_net::{Access, AccessError};
 
 use self::error::RpcError;
 use self::wire::of_sender;

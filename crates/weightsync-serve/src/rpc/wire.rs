@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use serde::{Deserialize, Serialize};
 use weightsync_engine::transport::random;
 use weightsync_engine::{Digest, Epoch, Layout, ModelId, Run, Version};
-use weightsync_net::tls::Tls;
+use weightsync_link::tls::Tls;
 
 /// The protocol of both ends. A worker with another protocol is refused.
 pub(crate) const PROTOCOL: u32 = 2;

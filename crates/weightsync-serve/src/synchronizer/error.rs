@@ -1,7 +1,7 @@
 //! The errors of synchronizers.
 
 use weightsync_engine::{Error, ErrorKind, Remedy, Version};
-use weightsync_net::AccessError;
+use weightsync_link::access::AccessError;
 
 /// What parties of a synchronizer are told.
 #[derive(Debug, thiserror::Error)]

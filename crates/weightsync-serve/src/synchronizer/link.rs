@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use hyper::StatusCode;
 use tokio::sync::watch;
 use weightsync_core::synchronizer::Party;
+use weightsync_engine::log_limiter::{self, LogLimiter};
 use weightsync_engine::transport::{Backoff, Deadline, SILENT_SENDER, interrupt};
 use weightsync_engine::{Error, Origin, Result};
+use weightsync_link::access::Access;
+use weightsync_link::address::{host_of, resolve, resolve_all};
 use weightsync_mem::threads::LockExt as _;
-use weightsync_net::Access;
-use weightsync_net::address::{host_of, resolve, resolve_all};
-use weightsync_net::log_limiter::{self, LogLimiter};
 
 use super::SyncError;
 use super::service::{Caller, ServiceInput};

@@ -3,9 +3,9 @@
 use std::time::{Duration, Instant};
 
 use weightsync_core::synchronizer::Need;
+use weightsync_engine::log_limiter::LogLimiter;
 use weightsync_engine::transport::{Deadline, deadline};
 use weightsync_engine::{Error, Origin, Result, interruptible};
-use weightsync_net::log_limiter::LogLimiter;
 
 use super::SyncError;
 use super::link::{PartyConnection, ServiceLink, Unanswered};

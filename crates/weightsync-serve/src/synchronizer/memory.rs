@@ -12,8 +12,8 @@ use weightsync_engine::{
     AnyScheme, Error, InitInfo, ModelId, ReceiverSetup, Result, SendOptions, Sender, SenderSetup,
     Set, SetSnapshot, Snapshot, Version, WaitFor, interruptible,
 };
+use weightsync_link::access::AccessError;
 use weightsync_mem::threads::{self, LockExt as _};
-use weightsync_net::AccessError;
 use weightsync_store::{SaveOutcome, Saver, Saving};
 
 /// The number of the service as a worker of the trainer.
@@ -464,9 +464,9 @@ mod tests {
         let source = std::io::Error::other("no such file");
         let path = std::path::PathBuf::from("/srv/pki/trainer.pem");
         let of_files = || {
-            AccessError::from(weightsync_net::tls::TlsError::Missing {
+            AccessError::from(weightsync_link::tls::TlsError::Missing {
                 path: path.clone(),
-                part: weightsync_net::tls::CertificateRole::Trainer,
+                part: weightsync_link::tls::CertificateRole::Trainer,
             })
         };
         let error = |source: Box<dyn std::error::Error + Send + Sync>| Error::Transport {

@@ -34,9 +34,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use weightsync_engine::{AnyScheme, InitInfo, Origin, Result, SharedMem};
-use weightsync_net::address::{listening, local_ip, reached};
-use weightsync_net::tls::{CertificateRole, ClientAuth};
-use weightsync_net::{Access, Distributed, listen_error};
+use weightsync_link::access::Access;
+use weightsync_link::address::{listen_error, listening, local_ip, reached};
+use weightsync_link::tls::{CertificateRole, ClientAuth};
+use weightsync_net::Distributed;
 use weightsync_store::Keep;
 
 pub use self::error::SyncError;

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use weightsync_engine::transport::{FirstWeights, Scheme};
 use weightsync_engine::{AnyScheme, Error, Expect, ModelId, ReceiverSetup, SenderSetup};
-use weightsync_net::{Access, Token};
+use weightsync_link::access::{Access, Token};
 use weightsync_serve::Rpc;
 
 use super::{BRIEF, at_connect, parts, receive, setup, soon, weights, worker};

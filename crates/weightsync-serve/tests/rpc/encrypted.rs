@@ -6,8 +6,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use weightsync_engine::{Error, Expect, InitInfo, Receiver, ReceiverSetup, Result, Sender};
-use weightsync_net::Access;
-use weightsync_net::tls::{CertificateRequest, CertificateRole, Tls, make};
+use weightsync_link::access::Access;
+use weightsync_link::tls::{CertificateRequest, CertificateRole, Tls, make};
 
 use super::links::staged;
 use super::{at_connect, parts, receive, setup, soon, weights};

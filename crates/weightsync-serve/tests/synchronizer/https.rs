@@ -10,8 +10,8 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 use serde_json::json;
-use weightsync_net::tls::{CertificateRequest, CertificateRole, Tls, make};
-use weightsync_net::{Access, Token};
+use weightsync_link::access::{Access, Token};
+use weightsync_link::tls::{CertificateRequest, CertificateRole, Tls, make};
 use weightsync_serve::synchronizer::{
     Method, PartyOptions, Synchronizer, SynchronizerOptions, authorization,
 };

@@ -8,7 +8,7 @@ use weightsync_core::delta::{BitPattern, Codec, Encoded, Scratch};
 use weightsync_mem::Snapshot;
 
 use super::{IN_PLACE, THREADS, TRIAL, TRIALS, seconds};
-use crate::wire::frame::SPAN;
+use crate::wire::image::SPAN;
 
 /// The two versions that a delta is made from.
 pub(super) struct VersionPair<'a> {

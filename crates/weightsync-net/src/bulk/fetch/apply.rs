@@ -17,6 +17,8 @@ use std::sync::atomic::Ordering;
 
 use weightsync_core::Version;
 use weightsync_core::delta::{BitPattern, Codec, DeltaError, Scratch, apply, apply_onto, encode};
+use weightsync_link::frame::{DELTA_HEAD_BYTES, HEADER_BYTES};
+use weightsync_link::stream::Stream;
 use weightsync_mem::{BlockWrite, Snapshot};
 
 use super::super::delta::{Coded, Delta, SpanCoding};
@@ -24,8 +26,7 @@ use super::super::serve::invalid;
 use super::requested::Requested;
 use super::{FetchTask, read_exact, skip};
 use crate::bulk::delta::IN_PLACE;
-use crate::link::stream::Stream;
-use crate::wire::frame::{DELTA_HEAD_BYTES, DeltaHead, FrameError, HEADER_BYTES, SPAN_BLOCKS};
+use crate::wire::image::{DeltaHead, ImageError, SPAN_BLOCKS};
 
 /// An older version that is whole here, which deltas are applied to.
 #[derive(Clone, Debug)]
@@ -62,7 +63,7 @@ impl FetchTask {
         requested: &mut Requested<'_>,
         scratch: &mut Scratch,
     ) -> io::Result<()> {
-        let wrong = || invalid(FrameError::Delta { head: *head });
+        let wrong = || invalid(ImageError::Delta { head: *head });
         let base = self.base.as_ref().ok_or_else(wrong)?;
         let index = head.index as usize;
         let first = index * SPAN_BLOCKS;

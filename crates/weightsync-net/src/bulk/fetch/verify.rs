@@ -6,6 +6,8 @@ use std::net::TcpStream;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
 
+use weightsync_link::frame::{FrameHeader, FrameKind, HEADER_BYTES};
+use weightsync_link::message::Message;
 use weightsync_mem::threads::LockExt as _;
 
 use super::super::serve::invalid;
@@ -13,8 +15,8 @@ use super::requested::Requested;
 use super::{FetchTask, Misbehaved, Parent, read_exact, read_message};
 use crate::bulk::PATIENCE;
 use crate::relay::backoff;
-use crate::wire::frame::{BLOCK, FrameHeader, FrameKind, HEADER_BYTES};
-use crate::wire::message::{DIGEST_BYTES, Message, ToChild, ToParent};
+use crate::wire::image::BLOCK;
+use crate::wire::message::{DIGEST_BYTES, ToChild, ToParent};
 
 impl FetchTask {
     /// The sender, if this fetch compares blocks with its digests. What comes from the sender

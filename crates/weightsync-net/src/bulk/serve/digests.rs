@@ -3,9 +3,9 @@
 use std::io;
 
 use weightsync_core::Run;
+use weightsync_link::stream::{AsyncStream, Stream};
 
 use super::{REPLACED, Serving, send, send_gone};
-use crate::link::stream::{AsyncStream, Stream};
 use crate::relay::Item;
 use crate::wire::message::{DIGEST_BYTES, ToChild};
 

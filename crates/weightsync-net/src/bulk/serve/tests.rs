@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicIsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Instant;
 
+use rustix::net::sockopt;
 use weightsync_conformance::scale::longest;
 use weightsync_core::{Dtype, Epoch, Layout, Version};
 use weightsync_mem::threads::LockExt as _;
@@ -13,7 +14,7 @@ use weightsync_mem::{Listener, ModelDescription, RelaySegment, SegmentOptions};
 
 use super::*;
 use crate::relay::runtime;
-use crate::wire::frame::BLOCK;
+use crate::wire::image::BLOCK;
 use crate::wire::message::BlockRange;
 
 const RUN: Run = Run {

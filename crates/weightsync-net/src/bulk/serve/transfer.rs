@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use weightsync_core::delta::Scratch;
+use weightsync_link::stream::Stream;
 
 use super::super::delta::Delta;
 use super::super::store::{BlockState, HeldVersion};
@@ -12,9 +13,8 @@ use super::super::{IDLE, PATIENCE};
 use super::{
     DeltaState, ON_ITS_WAY, REPLACED, ServeEvent, Serving, TURN, send, send_gone, write_both,
 };
-use crate::link::stream::Stream;
 use crate::relay::Item;
-use crate::wire::frame::{BLOCK, BlockHead, DeltaHead, SPAN_BLOCKS};
+use crate::wire::image::{BLOCK, BlockHead, DeltaHead, SPAN_BLOCKS};
 use crate::wire::message::{ToChild, WantedBlocks};
 
 /// A fetch that is served in one turn or several.

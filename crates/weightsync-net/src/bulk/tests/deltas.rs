@@ -6,7 +6,7 @@ use weightsync_mem::{PartialSlot, Snapshot};
 use super::*;
 use crate::bulk::delta::{Coded, DeltaRing, SpanCoding};
 use crate::bulk::{Delta, DeltaBase};
-use crate::wire::frame::{DeltaHead, SPAN};
+use crate::wire::image::{DeltaHead, SPAN};
 
 /// A dtype with exponents, by which a thin delta notices a wrong base.
 const DTYPE: Dtype = Dtype::F8_E5M2;

@@ -11,16 +11,16 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 use weightsync_core::Version;
 use weightsync_engine::log_limiter;
+use weightsync_link::refusal;
 use weightsync_mem::{Backoff, Error, PartialSlot, Snapshot};
 
 use super::{Driver, DriverEvent};
 use crate::bulk::{
     BulkFetch, Delta, DeltaBase, FetchEnd, HeldVersion, MEASURABLE, Parent, RING, Transferred,
 };
-use crate::link::refusal;
 use crate::relay::backoff;
 use crate::relay::plan::{Item, PlanInput};
-use crate::wire::frame::BLOCK;
+use crate::wire::image::BLOCK;
 use crate::wire::message::ToRoot;
 
 /// How often the driver looks for room while there is none.

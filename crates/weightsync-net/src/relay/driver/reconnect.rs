@@ -5,15 +5,15 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use weightsync_engine::transport::SILENT_SENDER;
+use weightsync_link::LinkEnd;
+use weightsync_link::hello::HelloError;
 use weightsync_mem::Ending;
 
 use super::{Driver, DriverEvent};
 use crate::bulk::Connections;
-use crate::link::LinkEnd;
 use crate::relay::join::{Before, dial, greet};
 use crate::relay::{EVENTS, StartError, Unreached, backoff};
 use crate::scheme::Distributed;
-use crate::wire::hello::HelloError;
 
 impl Driver {
     /// Finds the sender again after a link has ended. Returns how the agent ends if the sender does

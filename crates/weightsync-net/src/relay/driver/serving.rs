@@ -1,12 +1,12 @@
 //! Relays below fetch from this agent.
 
 use tokio::net::TcpListener;
+use weightsync_link::hello::LinkRole;
+use weightsync_link::listen::accept_all;
 
 use super::{Driver, DriverEvent};
 use crate::bulk::{ServeEvent, Serving};
-use crate::link::listen::accept_all;
 use crate::relay::plan::PlanInput;
-use crate::wire::hello::LinkRole;
 
 impl Driver {
     /// Begins to serve relays below, of a sender with this many models.

@@ -4,13 +4,13 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 use weightsync_conformance::scale::longest;
 use weightsync_core::{Dtype, Epoch, Layout, Version};
+use weightsync_link::SUSPECT;
+use weightsync_link::access::Access;
+use weightsync_link::stream::AsyncStream;
 use weightsync_mem::ModelDescription;
 
 use super::*;
-use crate::access::Access;
 use crate::bulk::{FetchEnd, Parent, Transferred};
-use crate::link::SUSPECT;
-use crate::link::stream::AsyncStream;
 use crate::relay::plan::PlanInput;
 use crate::relay::{AgentAddress, runtime};
 use crate::wire::message::Welcome;

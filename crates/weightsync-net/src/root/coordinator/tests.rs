@@ -13,21 +13,21 @@ use weightsync_core::{Epoch, Run, Version, WorkerId, WorkerRoute};
 use weightsync_engine::{
     Expect, InitInfo, SendOptions, Sender, SenderSetup, SenderStatus, Tensors,
 };
+use weightsync_link::hello::LinkRole;
+use weightsync_link::message::Message;
+use weightsync_link::stream::AsyncStream;
+use weightsync_link::tls::TlsPeer;
+use weightsync_link::{Credentials, Link, LinkEnd};
 
 use super::CoordinatorEvent;
-use crate::link::Credentials;
-use crate::link::stream::AsyncStream;
-use crate::link::{self, Link, LinkEnd};
 use crate::relay::{Item, runtime};
 use crate::root::listening::answer;
 use crate::scheme::Distributed;
 use crate::status;
-use crate::tls::TlsPeer;
-use crate::wire::frame::BLOCK;
-use crate::wire::hello::LinkRole;
+use crate::wire::image::BLOCK;
 use crate::wire::message::{
-    BlockRange, Delivery, FromRoot, Message, RefusalRemedy, ToParent, ToRoot, WantedBlocks,
-    Welcome, WorkerInstance, WorkerJoin,
+    BlockRange, Delivery, FromRoot, RefusalRemedy, ToParent, ToRoot, WantedBlocks, Welcome,
+    WorkerInstance, WorkerJoin,
 };
 
 fn sender() -> (Sender, InitInfo) {
@@ -47,7 +47,7 @@ async fn dial(info: &InitInfo) -> AsyncStream {
     let address: SocketAddr = info.endpoint().address().parse().unwrap();
     let credentials = Credentials::plain(info.endpoint().secret());
     let peer = TlsPeer::Sender(address.ip());
-    let dialled = link::dial(address, &credentials, peer, LinkRole::Control).await;
+    let dialled = weightsync_link::dial(address, &credentials, peer, LinkRole::Control).await;
     dialled.unwrap()
 }
 
@@ -539,7 +539,7 @@ async fn stuck(info: &InitInfo, run: Run, version: u64) -> AsyncStream {
     let address: SocketAddr = info.endpoint().address().parse().unwrap();
     let credentials = Credentials::plain(info.endpoint().secret());
     let peer = TlsPeer::Sender(address.ip());
-    let dialled = link::dial(address, &credentials, peer, LinkRole::Bulk).await;
+    let dialled = weightsync_link::dial(address, &credentials, peer, LinkRole::Bulk).await;
     let mut socket = dialled.unwrap();
     let fetch = ToParent::Fetch(WantedBlocks {
         run,

@@ -2,10 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Run, Version};
+use weightsync_link::frame::FrameKind;
+use weightsync_link::message::{Check, CheckText, Message, MessageError, within};
 
-use super::super::frame::FrameKind;
-use super::check::{Check, CheckText, check_item, require, within};
-use super::{DIGEST_BYTES, MAX_DIGESTS, MAX_RANGES, MAX_TEXT, Message, MessageError, fields};
+use super::check::{check_item, require};
+use super::{DIGEST_BYTES, MAX_DIGESTS, MAX_RANGES, MAX_TEXT, fields};
 
 /// A message from a child to its parent. The order of variants and fields is part of the format.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,37 +1,12 @@
 //! What a message has to fulfil besides its form.
 
 use weightsync_core::Version;
+use weightsync_link::message::{MessageError, within};
+use weightsync_mem::{Delivery, Want};
 
-use super::{Delivery, Item, MAX_BOUND, MAX_MODELS, MessageError, Want};
-
-/// A message whose numbers, texts and lists have bounds.
-pub trait Check {
-    /// Checks every bound; `text` checks a text for people, which only its receiver refuses.
-    ///
-    /// # Errors
-    ///
-    /// [`MessageError`] for what is out of its bounds.
-    fn check(&self, text: CheckText) -> Result<(), MessageError>;
-}
-
-/// Checks a text against the most bytes that it may have.
-pub type CheckText = fn(&str, usize) -> Result<(), MessageError>;
-
-/// Checks a text that arrived.
-pub(super) fn check_text(words: &str, limit: usize) -> Result<(), MessageError> {
-    within("bytes of a text", words.len(), limit)
-}
-
-pub(super) fn within(what: &'static str, got: usize, limit: usize) -> Result<(), MessageError> {
-    match got <= limit {
-        true => Ok(()),
-        false => Err(MessageError::TooLong {
-            what,
-            got: got as u64,
-            limit: limit as u64,
-        }),
-    }
-}
+use super::super::image::MAX_MODELS;
+use super::MAX_BOUND;
+use crate::relay::Item;
 
 pub(super) fn require(
     holds: bool,

@@ -1,10 +1,10 @@
 //! Messages between a worker of a collector and its trainer, on a collector link.
 
 use serde::{Deserialize, Serialize};
+use weightsync_link::frame::FrameKind;
+use weightsync_link::message::{Check, CheckText, Message, MessageError, within};
 
-use super::super::frame::FrameKind;
-use super::check::{Check, CheckText, within};
-use super::{MAX_JSON, MAX_SAID, MAX_TEXT, Message, MessageError, fields};
+use super::{MAX_JSON, MAX_SAID, MAX_TEXT, fields};
 
 /// A message from a worker to its trainer. The order of variants and fields is part of the format.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -2,17 +2,15 @@
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Epoch, Run, Version, WorkerId};
+use weightsync_link::ControlMessage;
+use weightsync_link::frame::FrameKind;
+use weightsync_link::message::{Check, CheckText, Message, MessageError, within};
 use weightsync_mem::WorkerInstance;
 
-use super::super::frame::{FrameKind, MAX_MODELS};
-use super::check::{
-    Check, CheckText, check_item, check_model, check_set, check_version, require, within,
-};
+use super::super::image::MAX_MODELS;
+use super::check::{check_item, check_model, check_set, check_version, require};
 use super::model::ModelAssembler;
-use super::{
-    MAX_ADDRESS, MAX_KNOWN, MAX_NOTIFIED, MAX_PART, MAX_SLOTS, MAX_TEXT, Message, MessageError,
-    fields,
-};
+use super::{MAX_ADDRESS, MAX_KNOWN, MAX_NOTIFIED, MAX_PART, MAX_SLOTS, MAX_TEXT, fields};
 use crate::relay::Item;
 
 /// A message from a sender to an agent. The order of variants and fields is part of the format.
@@ -165,6 +163,16 @@ pub enum RefusalRemedy {
 
 impl Message for FromRoot {
     const KIND: FrameKind = FrameKind::Control;
+}
+
+impl ControlMessage for FromRoot {
+    fn ping() -> Self {
+        Self::Ping
+    }
+
+    fn is_ping(&self) -> bool {
+        matches!(self, Self::Ping)
+    }
 }
 
 impl Check for FromRoot {

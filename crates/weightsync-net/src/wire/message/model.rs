@@ -1,8 +1,10 @@
 //! A model's layout and note, in pieces.
 
-use super::check::{check_model, within};
+use weightsync_link::message::{MessageError, within};
+
+use super::check::check_model;
 use super::from_root::FromRoot;
-use super::{MAX_LAYOUT, MAX_NOTE, MAX_PART, MessageError};
+use super::{MAX_LAYOUT, MAX_NOTE, MAX_PART};
 
 /// The messages that describe one of a sender's models: a [`FromRoot::Model`], then
 /// [`FromRoot::Part`]s with the layout and, after it, the note. The parts are made one at a time.

@@ -3,14 +3,13 @@
 use serde::{Deserialize, Serialize};
 use weightsync_core::digest::Digest;
 use weightsync_core::{Epoch, Run};
+use weightsync_link::ControlMessage;
+use weightsync_link::frame::{FrameKind, MAX_FRAME};
+use weightsync_link::message::{Check, CheckText, Message, MessageError, within};
 use weightsync_mem::{Delivery, Want, WorkerInstance};
 
-use super::super::frame::{FrameKind, MAX_FRAME};
-use super::check::{
-    Check, CheckText, check_delivery, check_item, check_items, check_set, check_want, require,
-    within,
-};
-use super::{MAX_DEVICE, MAX_HELD, MAX_PROGRESS, MAX_TEXT, Message, MessageError, fields};
+use super::check::{check_delivery, check_item, check_items, check_set, check_want, require};
+use super::{MAX_DEVICE, MAX_HELD, MAX_PROGRESS, MAX_TEXT, fields};
 use crate::relay::Item;
 
 /// A message from an agent to its sender, about itself and the workers of its host. The order of
@@ -216,6 +215,16 @@ impl ToRoot {
 
 impl Message for ToRoot {
     const KIND: FrameKind = FrameKind::Control;
+}
+
+impl ControlMessage for ToRoot {
+    fn ping() -> Self {
+        Self::Ping
+    }
+
+    fn is_ping(&self) -> bool {
+        matches!(self, Self::Ping)
+    }
 }
 
 impl Check for ToRoot {

@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Epoch, Run};
-use weightsync_net::Token;
-use weightsync_net::access::Key;
+use weightsync_link::access::{Key, Token};
+use weightsync_link::frame::{self, FrameHeader, FrameKind, HEADER_BYTES};
+use weightsync_link::hello::{ClientHandshake, HELLO_BYTES, LinkRole, Next, Protocols};
+use weightsync_link::message::Message;
 use weightsync_net::status;
-use weightsync_net::wire::frame::{self, FrameHeader, FrameKind, HEADER_BYTES};
-use weightsync_net::wire::hello::{ClientHandshake, HELLO_BYTES, LinkRole, Next, Protocols};
 use weightsync_net::wire::message::{
-    BlockRange, FromRoot, Message, ToChild, ToParent, ToRoot, WantedBlocks, Welcome,
+    BlockRange, FromRoot, ToChild, ToParent, ToRoot, WantedBlocks, Welcome,
 };
 
 use super::roles::token;

@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use weightsync_core::Epoch;
 use weightsync_engine::{Receiver, ReceiverSetup, WorkerId};
-use weightsync_net::wire::frame::{FrameHeader, FrameKind, HEADER_BYTES};
-use weightsync_net::wire::hello::LinkRole;
+use weightsync_link::frame::{FrameHeader, FrameKind, HEADER_BYTES};
+use weightsync_link::hello::LinkRole;
+use weightsync_link::message::Message;
 use weightsync_net::wire::message::{
-    Delivery, FromRoot, Item, Message, ToRoot, WorkerInstance, WorkerJoin, WorkerProgress,
+    Delivery, FromRoot, Item, ToRoot, WorkerInstance, WorkerJoin, WorkerProgress,
 };
 
 use super::attacks;

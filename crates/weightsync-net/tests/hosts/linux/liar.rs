@@ -7,11 +7,13 @@ use std::thread;
 use std::time::Duration;
 
 use weightsync_core::Epoch;
-use weightsync_net::access::Key;
+use weightsync_link::access::Key;
+use weightsync_link::frame::FrameKind;
+use weightsync_link::hello::{HELLO_BYTES, LinkRole, Next, Protocols, ServerHandshake};
+use weightsync_link::message::Message;
 use weightsync_net::status;
-use weightsync_net::wire::frame::{BLOCK, BlockHead, FrameKind};
-use weightsync_net::wire::hello::{HELLO_BYTES, LinkRole, Next, Protocols, ServerHandshake};
-use weightsync_net::wire::message::{FromRoot, Message, ToChild, ToParent, ToRoot};
+use weightsync_net::wire::image::{BLOCK, BlockHead};
+use weightsync_net::wire::message::{FromRoot, ToChild, ToParent, ToRoot};
 
 use super::attacks::{let_in, read_frame};
 use super::messages::{Content, Notice, emit};

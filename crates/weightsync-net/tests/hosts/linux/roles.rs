@@ -12,10 +12,11 @@ use weightsync_engine::{
     Expect, Pull, ReceiverSetup, SendOptions, Sender, SenderSetup, Snapshot, Tensors, Version,
     WaitFor,
 };
+use weightsync_link::access::Token;
+use weightsync_link::tls::{CertificateRole, Tls};
 use weightsync_net::scrub::Scrub;
 use weightsync_net::status;
-use weightsync_net::tls::{CertificateRole, Tls};
-use weightsync_net::{Deltas, Distributed, Relay, RelayEvent, Token, Verify};
+use weightsync_net::{Deltas, Distributed, Relay, RelayEvent, Verify};
 
 use super::logs::Lines;
 use super::messages::{Content, Join, Lead, Notice, Order, Role, Seen, Sent, TOKEN, emit};

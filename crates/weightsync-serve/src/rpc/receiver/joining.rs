@@ -13,9 +13,10 @@ use weightsync_engine::transport::{
     Backoff, Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt, left, passed,
 };
 use weightsync_engine::{Epoch, Error, ModelId, Result, Run};
+use weightsync_link::access::Access;
+use weightsync_link::address::listen_error;
+use weightsync_link::tls::ClientAuth;
 use weightsync_mem::threads::LockExt as _;
-use weightsync_net::tls::ClientAuth;
-use weightsync_net::{Access, listen_error};
 
 use super::inbox::{Inbox, SenderEnd};
 use super::{server, wait_for};

@@ -14,7 +14,7 @@ use weightsync_engine::transport::{
     interrupt,
 };
 use weightsync_engine::{Error, Origin, Result, Run, SetSnapshot, Version};
-use weightsync_net::Access;
+use weightsync_link::access::Access;
 
 use self::inbox::Inbox;
 use self::joining::JoinedSender;

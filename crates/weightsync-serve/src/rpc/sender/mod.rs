@@ -12,9 +12,10 @@ use weightsync_engine::transport::{
     Attendance, Deadline, Endpoint, Opening, Segment, SenderTransport, Staging, Targets,
 };
 use weightsync_engine::{Origin, Result, SenderStatus, Snapshot, Version, WorkerId, WorkerStatus};
+use weightsync_link::access::Access;
+use weightsync_link::address::listen_error;
+use weightsync_link::tls::ClientAuth;
 use weightsync_mem::Listener;
-use weightsync_net::tls::ClientAuth;
-use weightsync_net::{Access, listen_error};
 
 use self::workers::SharedSender;
 use super::error::RpcError;

@@ -23,18 +23,18 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use tokio::sync::watch;
+use weightsync_engine::log_limiter::{self, LogLimiter};
 use weightsync_engine::transport::{Attendance, Deadline, ModelSpec, SendHistory};
 use weightsync_engine::{
     Epoch, ModelId, Result, Run, SenderStatus, Version, WorkerId, WorkerRoute,
 };
+use weightsync_link::access::Access;
 use weightsync_mem::passed;
 use weightsync_mem::threads::LockExt as _;
 use weightsync_mem::{
     Delivery, Departure, ModelMask, NotifiedSet, RemoteReader, RemoteReaderOptions, RemoteReaders,
     Snapshot, Want,
 };
-use weightsync_net::Access;
-use weightsync_net::log_limiter::{self, LogLimiter};
 
 pub(super) use self::versions::ServingVersion;
 use crate::http::{Bearer, ProofKey};

@@ -13,8 +13,9 @@ use tokio::time::timeout;
 use weightsync_conformance::scale::longest;
 use weightsync_engine::Tensors;
 use weightsync_engine::transport::raise_files;
-use weightsync_net::tls::{
-    AsyncStream, CertificateRequest, CertificateRole as Role, ClientAuth, Tls, TlsPeer, make,
+use weightsync_link::stream::AsyncStream;
+use weightsync_link::tls::{
+    CertificateRequest, CertificateRole as Role, ClientAuth, Tls, TlsPeer, make,
 };
 use weightsync_store::{SaveOptions, Store, Work, Writer};
 

@@ -3,7 +3,7 @@
 use weightsync_core::synchronizer::Method;
 use weightsync_engine::transport::Endpoint;
 use weightsync_engine::{AnyScheme, Epoch, Error, InitInfo, Version};
-use weightsync_net::tls::CertificateRole;
+use weightsync_link::tls::CertificateRole;
 use weightsync_store::StoreScheme;
 
 use super::super::events::since_1970;

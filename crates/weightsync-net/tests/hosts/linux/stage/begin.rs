@@ -1,6 +1,6 @@
 //! How a stage begins: its hosts, its versions, and whether its links are encrypted.
 
-use weightsync_net::tls::{CertificateRequest, make};
+use weightsync_link::tls::{CertificateRequest, make};
 
 use super::*;
 

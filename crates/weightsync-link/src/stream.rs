@@ -5,10 +5,13 @@
 
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::os::fd::AsFd;
 use std::pin::Pin;
 use std::sync::{Mutex, PoisonError};
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
+use rustix::net::sockopt;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use weightsync_mem::threads::LockExt as _;
 
@@ -19,9 +22,12 @@ use crate::tls::session::{self, AT_ONCE, IncomingBytes, OF_MESSAGES, TlsSession}
 /// caller that looks at the time between calls does not look seldom.
 const WRITTEN: usize = 64 << 10;
 
+/// A host that answers nothing for this long is gone, where a socket is kept alive.
+const OUT_OF_REACH: Duration = Duration::from_secs(12);
+
 /// A connection whose calls block. One thread may read while another writes.
 #[derive(Debug)]
-pub(crate) struct Stream {
+pub struct Stream {
     socket: TcpStream,
     tls: Option<Box<TlsStream>>,
 }
@@ -39,7 +45,7 @@ struct TlsStream {
 
 impl Stream {
     /// One that is not encrypted.
-    pub(crate) fn plain(socket: TcpStream) -> Self {
+    pub fn plain(socket: TcpStream) -> Self {
         Self { socket, tls: None }
     }
 
@@ -61,12 +67,16 @@ impl Stream {
     }
 
     /// The socket below, for its settings and its end: bytes must not be read or written there.
-    pub(crate) fn socket(&self) -> &TcpStream {
+    pub fn socket(&self) -> &TcpStream {
         &self.socket
     }
 
     /// Ends the connection. To end the writing side tells the peer that nothing is missing.
-    pub(crate) fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+    ///
+    /// # Errors
+    ///
+    /// Those of the socket.
+    pub fn shutdown(&self, how: Shutdown) -> io::Result<()> {
         if let (Some(tls), Shutdown::Write) = (&self.tls, how) {
             // First this lock, so that the end follows whatever other threads are sending.
             let mut sending = tls.sending.locked();
@@ -78,7 +88,11 @@ impl Stream {
     }
 
     /// The same connection, whose calls do not block.
-    pub(crate) fn into_async(self) -> io::Result<AsyncStream> {
+    ///
+    /// # Errors
+    ///
+    /// Those of the socket.
+    pub fn into_async(self) -> io::Result<AsyncStream> {
         self.socket.set_nonblocking(true)?;
         let socket = tokio::net::TcpStream::from_std(self.socket)?;
         Ok(match self.tls {
@@ -213,7 +227,7 @@ struct AsyncTls {
 
 impl AsyncStream {
     /// One that is not encrypted.
-    pub(crate) fn plain(socket: tokio::net::TcpStream) -> Self {
+    pub fn plain(socket: tokio::net::TcpStream) -> Self {
         Self { socket, tls: None }
     }
 
@@ -255,7 +269,7 @@ impl AsyncStream {
     /// # Errors
     ///
     /// Those of the socket, and that of a connection whose last write did not end.
-    pub(crate) fn into_blocking(mut self) -> io::Result<Stream> {
+    pub fn into_blocking(mut self) -> io::Result<Stream> {
         if let Some(tls) = &mut self.tls {
             if tls.accepted != 0 {
                 return Err(io::ErrorKind::BrokenPipe.into());
@@ -381,4 +395,17 @@ impl AsyncWrite for AsyncStream {
         }
         Pin::new(socket).poll_shutdown(context)
     }
+}
+
+/// Enables TCP keep-alive: the system notices when the host of the other end is gone.
+///
+/// # Errors
+///
+/// Those of the socket.
+pub fn keep_alive(socket: &impl AsFd) -> io::Result<()> {
+    // Six seconds of silence, then three questions, two seconds apart.
+    sockopt::set_socket_keepalive(socket, true)?;
+    sockopt::set_tcp_keepidle(socket, OUT_OF_REACH / 2)?;
+    sockopt::set_tcp_keepintvl(socket, OUT_OF_REACH / 6)?;
+    Ok(sockopt::set_tcp_keepcnt(socket, 3)?)
 }

@@ -66,13 +66,13 @@ const KEY_CONTEXT: &str = "weightsync-net 2026-11 key of a link";
 /// [`Token::MAX_BYTES`] bytes, without the white space around them. It is not shown in `Debug`.
 ///
 /// ```
-/// use weightsync_net::Token;
+/// use weightsync_link::access::Token;
 ///
 /// let token = Token::new("kq0UfKOLPCkF2Q==ZmFzZQ\n")?;
 /// assert_eq!(token, Token::new("  kq0UfKOLPCkF2Q==ZmFzZQ")?);
 /// assert!(Token::new("too short").is_err());
 /// assert_eq!(format!("{token:?}"), "Token(..)");
-/// # Ok::<(), weightsync_net::AccessError>(())
+/// # Ok::<(), weightsync_link::access::AccessError>(())
 /// ```
 #[derive(Clone)]
 pub struct Token(Vec<u8>);
@@ -251,7 +251,7 @@ impl Proof {
 /// another machine, and with `tls` nothing travels there unencrypted.
 ///
 /// ```
-/// use weightsync_net::{Access, Token};
+/// use weightsync_link::access::{Access, Token};
 ///
 /// let mut access = Access::default();
 /// assert!(access.may_listen("127.0.0.1:7007".parse()?).is_ok());
@@ -312,7 +312,7 @@ impl Access {
     /// # Errors
     ///
     /// [`AccessError::Variable`].
-    pub(crate) fn carrying_code(mut self, insecure_plaintext: bool) -> Result<Self, AccessError> {
+    pub fn carrying_code(mut self, insecure_plaintext: bool) -> Result<Self, AccessError> {
         let variable = PLAINTEXT_CODE_VARIABLE;
         // In place of the permission for weights, which does not cover code.
         self.insecure_plaintext =

@@ -4,11 +4,11 @@ use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use super::stream::Stream;
-use super::{Credentials, HANDSHAKE, nonce};
-use crate::bulk::serve::keep_alive;
+use crate::hello::{ClientHandshake, LinkRole, Next, Protocols};
+use crate::link::{HANDSHAKE, nonce};
+use crate::secure::Credentials;
+use crate::stream::{Stream, keep_alive};
 use crate::tls::TlsPeer;
-use crate::wire::hello::{ClientHandshake, LinkRole, Next, Protocols};
 
 /// The longest timeout of a handshake: a longer one of the caller is for what follows.
 const LONGEST_HANDSHAKE: Duration = Duration::from_secs(3600);
@@ -19,9 +19,9 @@ const LONGEST_HANDSHAKE: Duration = Duration::from_secs(3600);
 ///
 /// # Errors
 ///
-/// Those of the connection. A [`HelloError`](crate::wire::hello::HelloError) comes as an
+/// Those of the connection. A [`HelloError`](crate::hello::HelloError) comes as an
 /// [`io::ErrorKind::InvalidData`] error.
-pub(crate) fn dial(
+pub fn dial(
     address: SocketAddr,
     credentials: &Credentials,
     peer: TlsPeer<'_>,
@@ -38,7 +38,11 @@ pub(crate) fn dial(
 }
 
 /// The same over an open connection.
-pub(crate) fn prove(
+///
+/// # Errors
+///
+/// As [`dial`].
+pub fn prove(
     socket: TcpStream,
     credentials: &Credentials,
     peer: TlsPeer<'_>,
@@ -56,7 +60,7 @@ pub(crate) fn prove(
     let key = credentials.key.clone();
     let (mut client, hello) = ClientHandshake::new(key, role, Protocols::OURS, nonce()?);
     socket.write_all(&hello)?;
-    let mut wanted = crate::wire::hello::HELLO_BYTES;
+    let mut wanted = crate::hello::HELLO_BYTES;
     loop {
         let mut bytes = vec![0; wanted];
         if let Err(error) = read_until(&mut socket, &mut bytes, timeout, until) {
@@ -103,7 +107,7 @@ fn read_until(
     Ok(())
 }
 
-fn invalid(error: crate::wire::hello::HelloError) -> io::Error {
+fn invalid(error: crate::hello::HelloError) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, error)
 }
 

@@ -11,17 +11,18 @@ use tokio::task::{AbortHandle, JoinSet};
 use weightsync_engine::log_limiter::{self, LogLimiter};
 use weightsync_mem::threads::LockExt as _;
 
-use super::admission::{Admitted, Answers, ConnectionLimits, Doing};
-use super::stream::AsyncStream;
-use super::{Credentials, GreetError, greet};
-use crate::wire::hello::{HelloError, LinkRole};
+use crate::admission::{Admitted, Answers, ConnectionLimits, Doing};
+use crate::hello::{HelloError, LinkRole};
+use crate::link::{GreetError, greet};
+use crate::secure::Credentials;
+use crate::stream::AsyncStream;
 
 /// A pause when the system has no descriptor for another connection.
 const BREATHE: Duration = Duration::from_millis(50);
 
 /// Accepts connections until dropped. `take` gets each one that has authenticated; `busy` says
 /// whether there are too many control links; `failed` gets each error of an accept.
-pub(crate) async fn accept_all(
+pub async fn accept_all(
     listener: TcpListener,
     credentials: Credentials,
     busy: impl Fn() -> bool + Send + Sync + 'static,

@@ -26,11 +26,10 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use weightsync_mem::threads::LockExt as _;
 
 pub use self::make::{CertificateRequest, MadeFiles, make};
-pub use self::verify::explain;
+pub(crate) use self::verify::explain;
 use self::verify::{FromPart, OfPart};
 use crate::access::open_file;
-pub use crate::link::{AsyncStream, refusal};
-use crate::wire::hello::HelloError;
+use crate::hello::HelloError;
 
 /// The environment variable that names the folder of the certificates, or a file with one.
 pub const TLS_VARIABLE: &str = "WEIGHTSYNC_TLS_DIR";
@@ -146,7 +145,7 @@ pub enum ClientAuth {
     /// The same, and it must be the trainer's: a worker is called by nobody else.
     Trainer,
     /// The same, where there is one: a browser has none. What a peer without one may do is for the
-    /// caller to decide, by [`AsyncStream::part`].
+    /// caller to decide, by [`AsyncStream::part`](crate::stream::AsyncStream::part).
     IfAny,
 }
 

@@ -157,7 +157,7 @@ pub(super) fn is_self_signed(certificate: &CertificateDer<'_>) -> bool {
 }
 
 /// What went wrong in a handshake of TLS, and what to do.
-pub fn explain(error: &Error) -> String {
+pub(crate) fn explain(error: &Error) -> String {
     use CertificateError::{
         BadSignature, Expired, ExpiredContext, NotValidForName, NotValidForNameContext,
         NotValidYet, NotValidYetContext, UnknownIssuer,

@@ -69,7 +69,7 @@ impl Protocols {
     /// The newest protocol that both ends speak, if there is one; the same from either side.
     ///
     /// ```
-    /// use weightsync_net::wire::hello::Protocols;
+    /// use weightsync_link::hello::Protocols;
     ///
     /// let (old, new) = (Protocols { oldest: 1, newest: 2 }, Protocols { oldest: 2, newest: 3 });
     /// assert_eq!(old.common(new), Some(2));

@@ -1,11 +1,9 @@
 //! The head of a delta: which changes to an image it carries.
 
 use weightsync_core::Version;
+use weightsync_link::frame::{DELTA_HEAD_BYTES, FrameError, FrameKind, HEADER_BYTES, header};
 
-use super::{
-    DELTA_HEAD_BYTES, FrameError, FrameKind, HEADER_BYTES, MAX_MODELS, SPAN, head_of, header,
-    number,
-};
+use super::{ImageError, MAX_MODELS, SPAN, head_of, number};
 
 /// The head of a delta; the delta's bytes follow its frame.
 ///
@@ -59,8 +57,8 @@ impl DeltaHead {
     /// # Errors
     ///
     /// [`FrameError::Length`] if it has another length, [`FrameError::Zeros`], and
-    /// [`FrameError::Delta`] for a model, version, base, index or length that is impossible.
-    pub fn decode(payload: &[u8]) -> Result<Self, FrameError> {
+    /// [`ImageError::Delta`] for a model, version, base, index or length that is impossible.
+    pub fn decode(payload: &[u8]) -> Result<Self, ImageError> {
         let bytes: &[u8; DELTA_HEAD_BYTES] = head_of(FrameKind::Delta, payload)?;
         let word = |at| number(bytes, at);
         // One word for two numbers of four bytes: the index, then the length.
@@ -76,7 +74,7 @@ impl DeltaHead {
         };
         match head.is_possible() {
             true => Ok(head),
-            false => Err(FrameError::Delta { head }),
+            false => Err(ImageError::Delta { head }),
         }
     }
 

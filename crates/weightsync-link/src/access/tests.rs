@@ -2,10 +2,7 @@
 
 use std::fs::{self, Permissions};
 
-use weightsync_engine::{InitInfo, SenderSetup, Tensors};
-
 use super::*;
-use crate::{Distributed, Relay};
 
 const TEXT: &str = "0123456789abcdef";
 
@@ -237,8 +234,9 @@ fn permission_for_weights_allows_no_code() {
 fn paths_of_certificates_have_no_comma() {
     // A worker would read what follows as another setting.
     let folder = tempfile::tempdir().unwrap();
-    let trainer = Distributed::new().tls(folder.path().join("a,b"));
-    let words = trainer.access().unwrap_err().to_string();
+    let path = folder.path().join("a,b");
+    let access = Access::default().with_tls(CertificateRole::Trainer, Some(&path));
+    let words = access.unwrap_err().to_string();
     assert!(words.contains("a,b has a comma"), "{words}");
 }
 
@@ -255,44 +253,4 @@ fn plain_links_are_allowed_by_a_clear_word_only() {
         let got = is_set(PLAINTEXT_VARIABLE, value.map(Into::into));
         assert_eq!(got.ok(), expected, "{value:?}");
     }
-}
-
-/// Where a copy of this program is told that it is one.
-const IS_A_COPY: &str = "WEIGHTSYNC_TEST_COPY";
-
-#[test]
-fn token_of_the_environment_is_read_only_when_needed() {
-    if std::env::var_os(IS_A_COPY).is_none() {
-        let name = "access::tests::token_of_the_environment_is_read_only_when_needed";
-        let copy = std::process::Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", name])
-            .env(IS_A_COPY, "")
-            .env(TOKEN_FILE_VARIABLE, "/nowhere/token")
-            .output()
-            .unwrap();
-        let said = String::from_utf8_lossy(&copy.stdout);
-        assert!(said.contains("1 passed"), "{copy:?}");
-        return;
-    }
-    let token = Token::new("sixteen bytes or more").unwrap();
-    let trainer = Distributed::new();
-    assert!(trainer.access().is_err());
-    assert!(trainer.access_to_dial().is_ok());
-    let access = trainer.token(token.clone()).access().unwrap();
-    assert_eq!(access.token.as_ref(), Some(&token));
-    let relay = |address: &str| Relay::of(&info_of(address)).access();
-    assert!(relay("127.0.0.1:9").is_ok());
-    assert!(relay("192.0.2.1:9").is_err());
-    let relay = Relay::with_token("192.0.2.1:9", &token).access();
-    assert_eq!(relay.unwrap().token, Some(token));
-}
-
-/// The init info of a trainer that is found there.
-fn info_of(address: &str) -> InitInfo {
-    let mut weights = Tensors::new();
-    weights.insert("bias", [1], vec![0.5_f32]).unwrap();
-    let info = SenderSetup::new("policy", &weights).unwrap().init_info();
-    let mut info = serde_json::to_value(info).unwrap();
-    info["at"]["address"] = address.into();
-    serde_json::from_value(info).unwrap()
 }

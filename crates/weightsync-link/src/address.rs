@@ -1,12 +1,10 @@
-//! Addresses of senders: the parts that all schemes with ports share.
+//! Addresses at which an end listens, or is reached.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::path::{Path, PathBuf};
 
-use weightsync_engine::{Error, ModelId, Result, files};
-
-use crate::error::NetError;
+use weightsync_engine::{Error, ModelId, Remedy, Result, files};
 
 /// The parts of a `host:port` setting. An IPv6 address is in brackets, and may name an interface of
 /// this machine after a percent sign.
@@ -55,7 +53,7 @@ pub fn told<'a>(setting: &str, text: &'a str) -> Result<(&'a str, u16)> {
 ///
 /// # Errors
 ///
-/// [`Error::BadSetting`]; [`NetError::Resolve`] if there is no address.
+/// [`Error::BadSetting`]; [`AddressError::Resolve`] if there is no address.
 pub fn listening(setting: &str, text: &str) -> Result<SocketAddr> {
     told(setting, text)?;
     let at = resolve(text)?;
@@ -69,36 +67,6 @@ fn of_one_link(setting: &str, text: &str) -> Error {
     let wanted = "an address that means the same on every machine, such as one of fd00::/8, or the \
                   name of a host: a link-local one (fe80::…%eth0) is of an interface of one machine";
     bad(setting, wanted, text)
-}
-
-/// Checks that a sender is asked at a port. The scheme [`Distributed`](crate::Distributed) alone
-/// has one for that.
-///
-/// # Errors
-///
-/// [`NetError::NotAsked`] for an address in shared memory, [`Error::BadSetting`].
-pub fn check_asked(address: &str) -> Result<()> {
-    match address.starts_with("weightsync/") {
-        true => Err(not_asked("shared-mem", address)),
-        false => host_and_port("the sender's address", address).map(drop),
-    }
-}
-
-/// The error for asking a sender that has no port for that.
-pub(crate) fn not_asked(scheme: &str, address: &str) -> Error {
-    const IN_PROGRAM: &str = "`weightsync status --info FILE` with the init info, and \
-                              `sender.status()` in the trainer's program, say what every worker runs";
-    let instead = match scheme {
-        "shared-mem" | "multi-process" => format!(
-            "it and its workers share the memory of one machine ({scheme}), and it has no port. \
-             {IN_PROGRAM}; `weightsync doctor` says what this machine allows"
-        ),
-        "store" => format!(
-            "its versions go through a store, and `weightsync log {address}` shows them. {IN_PROGRAM}"
-        ),
-        _ => format!("its scheme is {scheme}, and `distributed` alone answers that. {IN_PROGRAM}"),
-    };
-    NetError::NotAsked { instead }.into()
 }
 
 /// The error for a wrong value of a setting.
@@ -115,7 +83,7 @@ pub fn bad(setting: &str, expected: &str, got: &str) -> Error {
 ///
 /// # Errors
 ///
-/// [`NetError::Resolve`] if there is no address.
+/// [`AddressError::Resolve`] if there is no address.
 pub fn resolve(name: &str) -> Result<SocketAddr> {
     let all = resolve_all(name)?;
     Ok(all[0])
@@ -127,7 +95,7 @@ pub fn resolve(name: &str) -> Result<SocketAddr> {
 ///
 /// As [`resolve`].
 pub fn resolve_all(name: &str) -> Result<Vec<SocketAddr>> {
-    let failed = |source| NetError::Resolve {
+    let failed = |source| AddressError::Resolve {
         name: name.into(),
         source,
     };
@@ -146,7 +114,7 @@ pub fn resolve_all(name: &str) -> Result<Vec<SocketAddr>> {
 ///
 /// # Errors
 ///
-/// [`NetError::Advertise`] if the machine has none.
+/// [`AddressError::Advertise`] if the machine has none.
 pub fn reached(listens: SocketAddr) -> Result<SocketAddr> {
     if !listens.ip().is_unspecified() {
         return Ok(listens);
@@ -156,7 +124,7 @@ pub fn reached(listens: SocketAddr) -> Result<SocketAddr> {
         SocketAddr::V4(_) => ([192, 0, 2, 1], 9).into(),
         SocketAddr::V6(_) => ([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1], 9).into(),
     };
-    let own = local_ip(elsewhere).map_err(|source| NetError::Advertise {
+    let own = local_ip(elsewhere).map_err(|source| AddressError::Advertise {
         address: listens.to_string(),
         source,
     })?;
@@ -253,6 +221,67 @@ pub fn host_of(name: &str) -> &str {
     let host = name.rsplit_once(':').map_or(name, |(host, _)| host);
     let host = bare(host).unwrap_or(host);
     host.split('%').next().unwrap_or(host)
+}
+
+/// Why nothing can listen at an address.
+pub fn listen_error(address: SocketAddr, source: io::Error) -> Error {
+    let address = address.to_string();
+    match source.kind() {
+        ErrorKind::AddrInUse => Error::AddressInUse { address },
+        _ => AddressError::Listen { address, source }.into(),
+    }
+}
+
+/// Why an address is of no use.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AddressError {
+    /// Nothing can listen at the address.
+    #[error(
+        "cannot listen at {address}: {source}; choose an address of this machine, and a port that \
+         this user may open"
+    )]
+    Listen {
+        /// The configured address.
+        address: String,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// This end does not know an address at which other hosts reach it.
+    #[error(
+        "other hosts cannot connect to {address}: name an address that they can reach with \
+         `advertise=HOST:PORT`: {source}"
+    )]
+    Advertise {
+        /// The listening address.
+        address: String,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// A name that does not resolve to an address.
+    #[error("{name:?} is not an address to listen at or connect to: {source}")]
+    Resolve {
+        /// The name, with its port.
+        name: String,
+        /// The resolver's error.
+        source: io::Error,
+    },
+}
+
+impl AddressError {
+    /// What to do: the caller has to change something.
+    pub fn remedy(&self) -> Remedy {
+        Remedy::GiveUp
+    }
+}
+
+impl From<AddressError> for Error {
+    fn from(error: AddressError) -> Self {
+        Self::Transport {
+            remedy: error.remedy(),
+            source: error.into(),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
 
 use super::{CertificateRole, verify};
-use crate::wire::hello::HelloError;
+use crate::hello::HelloError;
 
 /// Bytes that are read, or encrypted, at once where a version travels: so many that few calls move
 /// them, so few that they stay in the cache.

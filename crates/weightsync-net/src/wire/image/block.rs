@@ -1,11 +1,9 @@
 //! The head of a block: which part of an image it is.
 
 use weightsync_core::Version;
+use weightsync_link::frame::{BLOCK_HEAD_BYTES, FrameError, FrameKind, HEADER_BYTES, header};
 
-use super::{
-    BLOCK, BLOCK_HEAD_BYTES, FrameError, FrameKind, HEADER_BYTES, MAX_MODELS, head_of, header,
-    number,
-};
+use super::{BLOCK, ImageError, MAX_MODELS, head_of, number};
 
 /// The head of a block; the block's bytes follow its frame.
 ///
@@ -60,8 +58,8 @@ impl BlockHead {
     /// # Errors
     ///
     /// [`FrameError::Length`] if it has another length, [`FrameError::Zeros`], and
-    /// [`FrameError::Block`] for a model, version, index or length that is impossible.
-    pub fn decode(payload: &[u8]) -> Result<Self, FrameError> {
+    /// [`ImageError::Block`] for a model, version, index or length that is impossible.
+    pub fn decode(payload: &[u8]) -> Result<Self, ImageError> {
         let bytes: &[u8; BLOCK_HEAD_BYTES] = head_of(FrameKind::Block, payload)?;
         let word = |at| number(bytes, at);
         // One word for two numbers of four bytes: the index, then the length.
@@ -76,7 +74,7 @@ impl BlockHead {
         };
         match head.is_possible() {
             true => Ok(head),
-            false => Err(FrameError::Block { head }),
+            false => Err(ImageError::Block { head }),
         }
     }
 
@@ -123,8 +121,8 @@ impl BlockHead {
 ///
 /// # Errors
 ///
-/// [`FrameError::Image`] if the image is over 4 PiB, so that an index does not fit 32 bits.
-pub fn blocks(image_bytes: u64) -> Result<u32, FrameError> {
+/// [`ImageError::TooLarge`] if the image is over 4 PiB, so that an index does not fit 32 bits.
+pub fn blocks(image_bytes: u64) -> Result<u32, ImageError> {
     let blocks = image_bytes.div_ceil(BLOCK.into());
-    u32::try_from(blocks).map_err(|_| FrameError::Image { bytes: image_bytes })
+    u32::try_from(blocks).map_err(|_| ImageError::TooLarge { bytes: image_bytes })
 }

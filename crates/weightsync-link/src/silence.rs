@@ -11,23 +11,23 @@ use weightsync_mem::HostAnswers;
 
 /// How long an end may be silent.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct SilenceLimits {
+pub struct SilenceLimits {
     /// How long a read waits before this end looks at the other host.
-    pub(crate) look: Duration,
+    pub look: Duration,
     /// A host is gone if so many looks in a row find packets without an answer,
-    pub(crate) unanswered: u32,
+    pub unanswered: u32,
     /// and nothing has come from it for this long.
-    pub(crate) host: Duration,
+    pub host: Duration,
     /// An end is gone after this long though a host answers: behind a tunnel or a proxy it is the host
     /// of that which answers.
-    pub(crate) end: Duration,
+    pub end: Duration,
     /// The same, where the system does not say whether the host answers.
-    pub(crate) unknown: Duration,
+    pub unknown: Duration,
 }
 
 /// Who is gone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SilentPeer {
+pub enum SilentPeer {
     /// The host answers nothing.
     Host,
     /// Nothing has come from the end for this long.
@@ -36,7 +36,7 @@ pub(crate) enum SilentPeer {
 
 /// The silence of an end.
 #[derive(Debug)]
-pub(crate) struct Silence {
+pub struct Silence {
     limits: SilenceLimits,
     /// How long it has lasted, by the looks of this end.
     lasted: Duration,
@@ -45,7 +45,8 @@ pub(crate) struct Silence {
 }
 
 impl Silence {
-    pub(crate) fn new(limits: SilenceLimits) -> Self {
+    /// One that has only begun.
+    pub fn new(limits: SilenceLimits) -> Self {
         Self {
             limits,
             lasted: Duration::ZERO,
@@ -54,7 +55,7 @@ impl Silence {
     }
 
     /// Something has arrived.
-    pub(crate) fn ends(&mut self) {
+    pub fn ends(&mut self) {
         *self = Self::new(self.limits);
     }
 
@@ -65,7 +66,7 @@ impl Silence {
 
     /// Nothing has arrived for another look, and the other host has answered like this. `Some` if an
     /// end is gone.
-    pub(crate) fn goes_on(&mut self, answers: Option<HostAnswers>) -> Option<SilentPeer> {
+    pub fn goes_on(&mut self, answers: Option<HostAnswers>) -> Option<SilentPeer> {
         let limits = self.limits;
         self.lasted += limits.look;
         let end = match answers {

@@ -4,43 +4,30 @@
 //! u32 payload bytes | u8 kind | 3 zeros | u64 CRC-64/NVME of those 8 bytes and the payload | payload
 //! ```
 //!
-//! Numbers are little-endian. A frame of kind [`FrameKind::Block`] has a [`BlockHead`] as its
+//! Numbers are little-endian. A frame of kind [`FrameKind::Block`] has the head of a block as its
 //! payload, and the block's bytes follow it. These bytes belong to no frame: so they can be
 //! received straight into their final place, and they have a checksum of their own. A frame of
-//! kind [`FrameKind::Delta`] has a [`DeltaHead`], and the bytes of a delta follow in the same way.
+//! kind [`FrameKind::Delta`] has the head of a delta, and its bytes follow in the same way.
 //! Frames of kind [`FrameKind::Piece`] carry consecutive bytes of what the message before them
 //! announced.
 //!
 //! The checksums guard against accidents. An attacker on the path can change a frame.
 
-mod block;
 mod decoder;
-mod delta;
 
 use weightsync_core::Remedy;
 use weightsync_simd::Crc64;
 
-pub use self::block::{BlockHead, blocks};
 pub use self::decoder::{Decoder, Frame};
-pub use self::delta::DeltaHead;
 
 /// Bytes of a [`FrameHeader`].
 pub const HEADER_BYTES: usize = 16;
 
-/// Bytes of a [`BlockHead`].
+/// The payload of a [`FrameKind::Block`], in bytes.
 pub const BLOCK_HEAD_BYTES: usize = 40;
 
-/// Bytes of a [`DeltaHead`].
+/// The payload of a [`FrameKind::Delta`], in bytes.
 pub const DELTA_HEAD_BYTES: usize = 48;
-
-/// Bytes of an image that one delta covers; the last span may be shorter.
-pub const SPAN: u64 = weightsync_core::delta::SPAN;
-
-/// Blocks in a span.
-pub const SPAN_BLOCKS: usize = (SPAN / BLOCK as u64) as usize;
-
-/// Bytes of every block of an image except the last, which may be shorter.
-pub const BLOCK: u32 = 1 << 20;
 
 /// The longest payload of a control frame, in bytes.
 pub const MAX_FRAME: usize = 1 << 20;
@@ -51,9 +38,6 @@ pub const MAX_BULK_FRAME: usize = 64 << 10;
 /// The longest payload of a [`FrameKind::Piece`], in bytes. It stays in a core's cache while it is
 /// checked and written.
 pub const MAX_PIECE: usize = 256 << 10;
-
-/// The most models of one sender.
-pub const MAX_MODELS: u8 = 64;
 
 /// What a frame is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -213,7 +197,7 @@ pub fn encode(kind: FrameKind, payload: &[u8], out: &mut Vec<u8>) -> Result<(), 
 }
 
 /// The header of a payload that is within the bounds of its kind.
-pub(crate) fn header(kind: FrameKind, payload: &[u8]) -> [u8; HEADER_BYTES] {
+pub fn header(kind: FrameKind, payload: &[u8]) -> [u8; HEADER_BYTES] {
     // The bound of each kind is far below 4 GiB, so the length fits.
     let first = first_half(kind, payload.len() as u32);
     let mut bytes = [0; HEADER_BYTES];
@@ -232,28 +216,6 @@ fn checksum(first: &[u8; 8], payload: &[u8]) -> u64 {
     crc.update(first);
     crc.update(payload);
     crc.value()
-}
-
-/// The payload of a kind whose payloads have exactly `N` bytes, and begin with a model and seven
-/// zeros.
-fn head_of<const N: usize>(kind: FrameKind, payload: &[u8]) -> Result<&[u8; N], FrameError> {
-    let bytes: &[u8; N] = payload.try_into().map_err(|_| FrameError::Length {
-        kind,
-        got: u32::try_from(payload.len()).unwrap_or(u32::MAX),
-        least: N,
-        most: N,
-    })?;
-    match bytes[1..8] == [0; 7] {
-        true => Ok(bytes),
-        false => Err(FrameError::Zeros),
-    }
-}
-
-/// Reads a number of a head.
-fn number(bytes: &[u8], at: usize) -> u64 {
-    let mut word = [0; 8];
-    word.copy_from_slice(&bytes[at..at + 8]);
-    u64::from_le_bytes(word)
 }
 
 /// Why bytes are no valid frame. The link must be closed: connect again.
@@ -289,38 +251,11 @@ pub enum FrameError {
         /// Its length.
         bytes: u64,
     },
-    /// A block's head with impossible fields.
-    #[error(
-        "invalid head of a block: block {} with {} bytes, of {} of model {}, an image of {} bytes",
-        head.index, head.bytes, head.version, head.model, head.image_bytes
-    )]
-    Block {
-        /// The head.
-        head: BlockHead,
-    },
-    /// A delta's head with impossible fields.
-    #[error(
-        "invalid head of a delta: span {} with {} bytes, from {} to {} of model {}, an image of {} bytes",
-        head.index, head.bytes, head.base, head.version, head.model, head.image_bytes
-    )]
-    Delta {
-        /// The head.
-        head: DeltaHead,
-    },
-    /// An image with too many blocks.
-    #[error("an image of {bytes} bytes has more blocks of 1 MiB than 32 bits can count")]
-    Image {
-        /// Its length.
-        bytes: u64,
-    },
 }
 
 impl FrameError {
     /// What to do: connect again, and request what is still missing.
     pub fn remedy(&self) -> Remedy {
-        match self {
-            Self::Image { .. } => Remedy::GiveUp,
-            _ => Remedy::Retry,
-        }
+        Remedy::Retry
     }
 }

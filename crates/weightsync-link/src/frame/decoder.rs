@@ -20,7 +20,7 @@ pub struct Frame<'a> {
 /// it: a peer that states a length and sends nothing costs nothing.
 ///
 /// ```
-/// use weightsync_net::wire::frame::{Decoder, FrameKind, encode};
+/// use weightsync_link::frame::{Decoder, FrameKind, encode};
 ///
 /// let mut bytes = Vec::new();
 /// encode(FrameKind::Control, b"first", &mut bytes)?;
@@ -34,7 +34,7 @@ pub struct Frame<'a> {
 ///     }
 /// }
 /// assert_eq!(payloads, [&b"first"[..], b"second"]);
-/// # Ok::<(), weightsync_net::wire::frame::FrameError>(())
+/// # Ok::<(), weightsync_link::frame::FrameError>(())
 /// ```
 #[derive(Debug)]
 pub struct Decoder {

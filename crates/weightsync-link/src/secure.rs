@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::stream::{AsyncStream, Stream};
 use crate::access::Key;
+use crate::hello::HelloError;
+use crate::stream::{AsyncStream, Stream};
 use crate::tls::session::{self, Handshake, IncomingBytes, OF_MESSAGES, TlsSession};
 use crate::tls::{ClientAuth, Tls, TlsPeer};
-use crate::wire::hello::HelloError;
 
 /// How a client's first record of TLS begins.
 const TLS_BEGINS: u8 = 22;
@@ -20,16 +20,16 @@ const DRAINED: Duration = Duration::from_millis(300);
 
 /// What an end proves itself with.
 #[derive(Clone, Debug)]
-pub(crate) struct Credentials {
-    pub(crate) key: Key,
+pub struct Credentials {
+    /// The key that both ends have.
+    pub key: Key,
     /// Without it links are plain.
-    pub(crate) tls: Option<Tls>,
+    pub tls: Option<Tls>,
 }
 
 impl Credentials {
     /// Those of plain links.
-    #[cfg(test)]
-    pub(crate) fn plain(secret: &[u8; 16]) -> Self {
+    pub fn plain(secret: &[u8; 16]) -> Self {
         Self {
             key: Key::new(secret),
             tls: None,

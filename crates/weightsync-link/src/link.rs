@@ -6,13 +6,6 @@
 //! does an end that has sent nothing for 5 s though its host answers. No wait on a link is unbounded:
 //! a link also ends if its peer does not read.
 
-pub mod admission;
-pub(crate) mod blocking;
-pub(crate) mod listen;
-mod secure;
-pub(crate) mod silence;
-pub(crate) mod stream;
-
 use std::io;
 use std::marker::PhantomData;
 use std::net::SocketAddr;
@@ -21,16 +14,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-pub(crate) use self::secure::Credentials;
-use self::silence::{Silence, SilenceLimits};
-pub use self::stream::AsyncStream;
-use crate::tls::{ClientAuth, TlsPeer};
-use crate::wire::frame::{self, Decoder, FrameError, FrameKind};
-use crate::wire::hello::{
-    Agreed, ClientHandshake, HELLO_BYTES, HelloError, LinkRole, NONCE_BYTES, Next, Protocols,
-    ServerHandshake, TurnsAway,
-};
-use crate::wire::message::{FromRoot, Message, MessageError, ToRoot};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::error::TrySendError;
@@ -39,15 +22,26 @@ use tokio::task::JoinHandle;
 use tokio::time::{timeout, timeout_at};
 use weightsync_core::Remedy;
 
+use crate::frame::{self, Decoder, FrameError, FrameKind};
+use crate::hello::{
+    Agreed, ClientHandshake, HELLO_BYTES, HelloError, LinkRole, NONCE_BYTES, Next, Protocols,
+    ServerHandshake, TurnsAway,
+};
+use crate::message::{Message, MessageError};
+use crate::secure::Credentials;
+use crate::silence::{Silence, SilenceLimits};
+use crate::stream::AsyncStream;
+use crate::tls::{ClientAuth, TlsPeer};
+
 /// How often an idle end sends a sign of life.
 const HEARTBEAT: Duration = Duration::from_millis(200);
 
 /// A link on which nothing arrives for this long is silent, if the other host answers nothing either.
-pub(crate) const SUSPECT: Duration = Duration::from_millis(800);
+pub const SUSPECT: Duration = Duration::from_millis(800);
 
 /// A link on which nothing arrives for this long is silent although the other host answers: its
 /// process is stopped, or has not got to run for all this time.
-pub(crate) const STARVED: Duration = Duration::from_secs(5);
+pub const STARVED: Duration = Duration::from_secs(5);
 
 /// When a link is silent. Each end sends something every [`HEARTBEAT`], so one look is enough for a host
 /// that answers nothing.
@@ -63,41 +57,23 @@ const SILENCE: SilenceLimits = SilenceLimits {
 const STUCK: Duration = Duration::from_secs(5);
 
 /// How long a whole handshake may take.
-pub(crate) const HANDSHAKE: Duration = Duration::from_secs(2);
+pub const HANDSHAKE: Duration = Duration::from_secs(2);
 
 /// How many messages may wait to be sent.
 const QUEUE: usize = 4096;
 
 /// The messages of one direction of a control link.
-pub(crate) trait ControlMessage: Message + Send + 'static {
+pub trait ControlMessage: Message + Send + 'static {
     /// The message that only shows that this end is alive.
     fn ping() -> Self;
+
+    /// Whether it is that message.
     fn is_ping(&self) -> bool;
-}
-
-impl ControlMessage for ToRoot {
-    fn ping() -> Self {
-        Self::Ping
-    }
-
-    fn is_ping(&self) -> bool {
-        matches!(self, Self::Ping)
-    }
-}
-
-impl ControlMessage for FromRoot {
-    fn ping() -> Self {
-        Self::Ping
-    }
-
-    fn is_ping(&self) -> bool {
-        matches!(self, Self::Ping)
-    }
 }
 
 /// Why a link has ended.
 #[derive(Debug)]
-pub(crate) enum LinkEnd {
+pub enum LinkEnd {
     /// The peer closed the connection.
     HungUp,
     /// Nothing arrived for too long.
@@ -108,14 +84,15 @@ pub(crate) enum LinkEnd {
     Behind,
     /// The connection failed.
     Failed(io::Error),
-    /// The peer sent an invalid frame or message.
+    /// The peer sent an invalid frame.
     Frame(FrameError),
+    /// The peer sent an invalid message.
     Message(MessageError),
 }
 
 impl LinkEnd {
     /// What the peer did wrong, in a word; `None` if it did nothing wrong.
-    pub(crate) fn misbehaviour(&self) -> Option<&'static str> {
+    pub fn misbehaviour(&self) -> Option<&'static str> {
         match self {
             Self::Stuck => Some("stuck"),
             Self::Behind => Some("behind"),
@@ -149,7 +126,7 @@ enum Outgoing {
 }
 
 /// One end of a control link. Dropping it hangs up.
-pub(crate) struct Link<Out> {
+pub struct Link<Out> {
     sender: mpsc::Sender<Outgoing>,
     /// The queue was full, so a message was lost.
     full: Arc<Notify>,
@@ -163,7 +140,7 @@ impl<Out: ControlMessage> Link<Out> {
     /// Starts a link on a connection whose handshake is done. Each message goes to `events`,
     /// converted by `event`, and so does the end of the link. After that no message follows, but
     /// perhaps another end.
-    pub(crate) fn start<In: ControlMessage, E: Send + 'static>(
+    pub fn start<In: ControlMessage, E: Send + 'static>(
         socket: AsyncStream,
         events: &mpsc::Sender<E>,
         event: impl Fn(Result<In, LinkEnd>) -> E + Send + Sync + Clone + 'static,
@@ -206,7 +183,7 @@ impl<Out: ControlMessage> Link<Out> {
 
     /// Sends a message. Returns false if the queue is full: the peer does not keep up, and its link
     /// ends, which is an event as usual.
-    pub(crate) fn send(&self, message: &Out) -> bool {
+    pub fn send(&self, message: &Out) -> bool {
         match frames(std::slice::from_ref(message)) {
             Ok(frames) => self.send_frames(frames),
             Err(error) => {
@@ -217,7 +194,7 @@ impl<Out: ControlMessage> Link<Out> {
     }
 
     /// Sends encoded frames.
-    pub(crate) fn send_frames(&self, frames: Arc<[u8]>) -> bool {
+    pub fn send_frames(&self, frames: Arc<[u8]>) -> bool {
         let sent = self.sender.try_send(Outgoing::Frames(frames));
         if let Err(TrySendError::Full(_)) = sent {
             self.full.notify_one();
@@ -227,12 +204,12 @@ impl<Out: ControlMessage> Link<Out> {
 
     /// Follows the next thing that arrives with a ping among the events, whatever it is. What has
     /// arrived already, read or not, may be the last words of a process that is gone.
-    pub(crate) fn expect_sign(&self) {
+    pub fn expect_sign(&self) {
         self.sign.store(true, Ordering::Relaxed);
     }
 
     /// Sends everything queued so far, then hangs up; waits for that, but not long.
-    pub(crate) async fn finish(mut self) {
+    pub async fn finish(mut self) {
         let _ = self.sender.try_send(Outgoing::End);
         // The writer ends with the last message. The reader is aborted when this is dropped.
         let [_, write] = &mut self.tasks;
@@ -255,7 +232,11 @@ impl<Out> std::fmt::Debug for Link<Out> {
 }
 
 /// Encodes messages as frames.
-pub(crate) fn frames<M: Message>(messages: &[M]) -> Result<Arc<[u8]>, MessageError> {
+///
+/// # Errors
+///
+/// [`MessageError`] for one that the other end would refuse.
+pub fn frames<M: Message>(messages: &[M]) -> Result<Arc<[u8]>, MessageError> {
     let mut bytes = Vec::new();
     for message in messages {
         let payload = message.encode()?;
@@ -377,7 +358,11 @@ async fn write_all<Out: ControlMessage>(
 }
 
 /// Connects, and proves both ends to each other.
-pub(crate) async fn dial(
+///
+/// # Errors
+///
+/// [`DialError`].
+pub async fn dial(
     address: SocketAddr,
     credentials: &Credentials,
     peer: TlsPeer<'_>,
@@ -424,7 +409,7 @@ pub(crate) async fn dial(
 
 /// Why a connection was not made.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum DialError {
+pub enum DialError {
     /// No connection was made in time.
     #[error("no connection within {HANDSHAKE:?}")]
     Silent,
@@ -449,7 +434,7 @@ impl From<io::Error> for DialError {
 }
 
 /// The error of a handshake that an error of a connection holds.
-pub(crate) fn hello_of(error: &io::Error) -> Option<&HelloError> {
+fn hello_of(error: &io::Error) -> Option<&HelloError> {
     error.get_ref()?.downcast_ref()
 }
 

@@ -1,8 +1,49 @@
+use serde::{Deserialize, Serialize};
+use tokio::runtime::Runtime;
 use weightsync_conformance::scale::longest;
 
 use super::*;
-use crate::relay::runtime;
+use crate::message::{Check, CheckText};
 use crate::tls::{CertificateRole, Tls};
+use crate::{blocking, listen};
+
+/// What both ends of these links say.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+enum TestMessage {
+    Ping,
+    Goodbye,
+    Part { bytes: Vec<u8> },
+}
+
+impl Message for TestMessage {
+    const KIND: FrameKind = FrameKind::Control;
+}
+
+impl Check for TestMessage {
+    fn check(&self, _text: CheckText) -> Result<(), MessageError> {
+        Ok(())
+    }
+}
+
+impl ControlMessage for TestMessage {
+    fn ping() -> Self {
+        Self::Ping
+    }
+
+    fn is_ping(&self) -> bool {
+        matches!(self, Self::Ping)
+    }
+}
+
+/// A runtime as the services have it: one thread for all links.
+fn runtime() -> Runtime {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .max_blocking_threads(2)
+        .enable_all()
+        .build()
+        .unwrap()
+}
 
 /// Two ends of a connection.
 async fn pair() -> (TcpStream, TcpStream) {
@@ -14,7 +55,7 @@ async fn pair() -> (TcpStream, TcpStream) {
 
 #[test]
 fn peer_that_does_not_read_loses_its_link() {
-    runtime("weightsync-test").unwrap().block_on(async {
+    runtime().block_on(async {
         let (one, other) = pair().await;
         does_not_read(AsyncStream::plain(one), AsyncStream::plain(other)).await;
         let (_folder, trainer, worker) = certificates();
@@ -25,16 +66,16 @@ fn peer_that_does_not_read_loses_its_link() {
 
 async fn does_not_read(ours: AsyncStream, mut theirs: AsyncStream) {
     let (events, mut inbox) = mpsc::channel(8);
-    let link = Link::<FromRoot>::start(ours, &events, |what: Result<ToRoot, _>| what);
+    let link = Link::<TestMessage>::start(ours, &events, |what: Result<TestMessage, _>| what);
     // This peer sends signs of life, and reads nothing.
     let pings = async {
         loop {
-            let ping = ToRoot::Ping.frame().unwrap();
+            let ping = TestMessage::Ping.frame().unwrap();
             theirs.write_all(&ping).await.unwrap();
             tokio::time::sleep(HEARTBEAT).await;
         }
     };
-    let part = FromRoot::Part {
+    let part = TestMessage::Part {
         bytes: vec![1; 16 << 10],
     };
     let part = frames(&[part]).unwrap();
@@ -52,24 +93,24 @@ async fn does_not_read(ours: AsyncStream, mut theirs: AsyncStream) {
         "{end} {:?}",
         begun.elapsed()
     );
-    assert!(!link.send(&FromRoot::Ping));
+    assert!(!link.send(&TestMessage::Ping));
 }
 
 /// A sender that has not got to run reads them once their process is gone and another one asks for
 /// its number.
 #[test]
 fn last_words_of_a_peer_are_no_sign_of_life() {
-    runtime("weightsync-test").unwrap().block_on(async {
+    runtime().block_on(async {
         let (one, mut other) = pair().await;
-        let words = ToRoot::Goodbye.frame().unwrap();
+        let words = TestMessage::Goodbye.frame().unwrap();
         other.write_all(&words).await.unwrap();
         drop(other);
         let (events, mut inbox) = mpsc::channel(8);
         let ours = AsyncStream::plain(one);
-        let link = Link::<FromRoot>::start(ours, &events, |what: Result<ToRoot, _>| what);
+        let link = Link::<TestMessage>::start(ours, &events, |what: Result<TestMessage, _>| what);
         link.expect_sign();
         let mut next = async || timeout(longest(), inbox.recv()).await.unwrap().unwrap();
-        assert!(matches!(next().await, Ok(ToRoot::Goodbye)));
+        assert!(matches!(next().await, Ok(TestMessage::Goodbye)));
         assert!(matches!(next().await, Err(LinkEnd::HungUp)));
     });
 }
@@ -79,7 +120,7 @@ fn last_words_of_a_peer_are_no_sign_of_life() {
 fn a_client_that_hangs_up_is_not_one_that_is_refused() {
     let credentials = Credentials::plain(&[1; 16]);
     let cases: [(&[u8], bool); 3] = [(b"", true), (b"wsLI", true), (&[b'G'; HELLO_BYTES], false)];
-    runtime("weightsync-test").unwrap().block_on(async {
+    runtime().block_on(async {
         for (bytes, hangs_up) in cases {
             let (mut client, server) = pair().await;
             client.write_all(bytes).await.unwrap();
@@ -108,7 +149,7 @@ async fn listen(credentials: &Credentials) -> SocketAddr {
 
 #[test]
 fn honest_process_joins_next_to_failing_strangers() {
-    let runtime = runtime("weightsync-test").unwrap();
+    let runtime = runtime();
     runtime.block_on(async {
         let [own, wrong] = [[1; 16], [2; 16]].map(|secret| Credentials::plain(&secret));
         let address = listen(&own).await;
@@ -129,7 +170,7 @@ fn honest_process_joins_next_to_silent_strangers() {
     let (_folder, trainer, worker) = certificates();
     // Some begin a handshake of TLS, with its first byte.
     let cases = [(None, &[][..]), (Some((&trainer, &worker)), &[22])];
-    runtime("weightsync-test").unwrap().block_on(async {
+    runtime().block_on(async {
         for (tls, first) in cases {
             let address = listen(&with(tls.map(|(trainer, _)| trainer))).await;
             let peer = TlsPeer::Sender(address.ip());
@@ -196,26 +237,26 @@ async fn encrypted(trainer: &Tls, worker: &Tls) -> (AsyncStream, AsyncStream) {
 #[test]
 fn encrypted_link_carries_messages_both_ways() {
     let (_folder, trainer, worker) = certificates();
-    runtime("weightsync-test").unwrap().block_on(async {
+    runtime().block_on(async {
         let (accepted, dialled) = encrypted(&trainer, &worker).await;
         let (one, mut ones) = mpsc::channel(64);
         let (other, mut others) = mpsc::channel(64);
-        let worker = Link::<ToRoot>::start::<FromRoot, _>(dialled, &one, |what| what);
-        let root = Link::<FromRoot>::start::<ToRoot, _>(accepted, &other, |what| what);
+        let worker = Link::<TestMessage>::start::<TestMessage, _>(dialled, &one, |what| what);
+        let root = Link::<TestMessage>::start::<TestMessage, _>(accepted, &other, |what| what);
         // More than the system's buffers take at once.
-        let part = || FromRoot::Part {
+        let part = || TestMessage::Part {
             bytes: vec![3; 16 << 10],
         };
         for _ in 0..500 {
             assert!(root.send(&part()));
         }
-        assert!(worker.send(&ToRoot::Goodbye));
+        assert!(worker.send(&TestMessage::Goodbye));
         for _ in 0..500 {
             let came = timeout(longest(), ones.recv()).await.unwrap().unwrap();
             assert_eq!(came.unwrap(), part());
         }
         let said = timeout(longest(), others.recv()).await.unwrap().unwrap();
-        assert!(matches!(said.unwrap(), ToRoot::Goodbye));
+        assert!(matches!(said.unwrap(), TestMessage::Goodbye));
         root.finish().await;
         let end = timeout(longest(), ones.recv()).await.unwrap().unwrap();
         assert!(matches!(end.unwrap_err(), LinkEnd::HungUp));
@@ -269,7 +310,7 @@ fn ends_with_and_without_certificates_say_what_to_do() {
             "another authority",
         ),
     ];
-    runtime("weightsync-test").unwrap().block_on(async {
+    runtime().block_on(async {
         for (client, server, at_client, at_server) in cases {
             let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
             let address = listener.local_addr().unwrap();
@@ -290,7 +331,7 @@ fn ends_with_and_without_certificates_say_what_to_do() {
 #[test]
 fn encrypted_stream_reads_and_writes_in_two_threads() {
     let (_folder, trainer, worker) = certificates();
-    let runtime = runtime("weightsync-test").unwrap();
+    let runtime = runtime();
     let (address, accepted) = runtime.block_on(async {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
