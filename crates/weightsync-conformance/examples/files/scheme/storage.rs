@@ -38,6 +38,19 @@ pub fn name(address: &str) -> String {
     PREFIX.to_owned() + &letters.collect::<String>()
 }
 
+/// Whether this is a place of this user, and no link: nothing else is ever removed. What an init info
+/// says of it proves nothing.
+fn is_own(dir: &Path) -> bool {
+    let name = dir.file_name().and_then(|name| name.to_str());
+    let rest = name.and_then(|name| name.strip_prefix(PREFIX));
+    // Endpoints have such addresses: 32 digits between two slashes, which are `%2f` here.
+    let digits = rest.and_then(|rest| rest.strip_prefix("weightsync%2f")?.split_once("%2f"));
+    let is_hex = |text: &str| text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    digits.is_some_and(|(digits, _)| is_hex(digits))
+        && fs::symlink_metadata(dir)
+            .is_ok_and(|about| about.is_dir() && about.uid() == rustix::process::geteuid().as_raw())
+}
+
 /// Puts a file in its place in one step, whole. `synced`, it is on the disk, or
 /// at the server, before it has its name.
 pub fn put(path: &Path, bytes: &[u8], synced: bool) -> Result<()> {
@@ -213,10 +226,7 @@ impl Drop for Stay {
 /// those that could not be removed.
 pub fn sweep_all(root: &Path) -> Vec<PathBuf> {
     let mut places = entries(root);
-    places.retain(|place| {
-        let name = place.file_name().and_then(|name| name.to_str());
-        name.is_some_and(|name| name.starts_with(PREFIX)) && !sweep(place)
-    });
+    places.retain(|place| is_own(place) && !sweep(place));
     places
 }
 
@@ -225,6 +235,10 @@ pub fn sweep_all(root: &Path) -> Vec<PathBuf> {
 fn sweep(dir: &Path) -> bool {
     let until = Instant::now() + PATIENCE;
     loop {
+        // Also: it is gone.
+        if !is_own(dir) {
+            return true;
+        }
         if is_taken_away(dir) && (fs::remove_dir_all(dir).is_ok() || !dir.exists()) {
             return true;
         }
