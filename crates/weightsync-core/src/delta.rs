@@ -34,16 +34,12 @@ pub use self::encode::{Codec, Encoded, encode};
 pub use self::fold::fold;
 pub use self::pattern::BitPattern;
 
-use weightsync_simd::SLACK;
+use weightsync_simd::{BLOCK, SLACK};
 
 use crate::Remedy;
 
 /// Bytes of an image that one coded delta covers; the last span of an image may be shorter.
 pub const SPAN: u64 = 4 << 20;
-
-/// Elements that are compared, coded and applied together: both versions of them stay in the
-/// second-level cache, and a place within takes 16 bits.
-const BLOCK: usize = 1 << 16;
 
 /// The reason why bytes are not a valid delta.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

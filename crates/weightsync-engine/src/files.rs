@@ -402,13 +402,22 @@ impl Unfinished {
     ///
     /// # Errors
     ///
-    /// Those of the system.
+    /// Those of the system; [`ErrorKind::InvalidData`] if the place is, or leads to, what is not a
+    /// regular file.
     pub fn new(
         dir: OpenDir,
         start: &str,
         place: impl Into<OsString>,
         mode: u32,
     ) -> io::Result<Self> {
+        let place = place.into();
+        // A rename would put a file into the place of `/dev/null`, or of the link `/dev/stdout`, for
+        // every program of the machine. Before anything is written, which may be a whole model.
+        if let Ok(stat) = rustix::fs::statat(&dir.0, &place, AtFlags::empty())
+            && FileType::from_raw_mode(stat.st_mode as _) != FileType::RegularFile
+        {
+            return Err(not_regular());
+        }
         loop {
             let here = format!("{start}{}", unique());
             let file = dir.new_file(&here, mode)?;
@@ -420,7 +429,7 @@ impl Unfinished {
                     file,
                     dir,
                     here,
-                    place: place.into(),
+                    place,
                     is_placed: false,
                 });
             }
@@ -487,11 +496,12 @@ pub fn remove_unfinished(dir: &OpenDir, start: &str) -> io::Result<()> {
 }
 
 /// Writes a file, and gives it its name once all of it is written, or on the disk where it is to be
-/// `durable`. What had the name is replaced; of a link, the link itself.
+/// `durable`. A file that had the name is replaced; of a link, the link itself.
 ///
 /// # Errors
 ///
-/// Those of the system, and of `write`.
+/// Those of the system, and of `write`; [`ErrorKind::InvalidData`] if what has the name is, or leads
+/// to, a directory, a device, a pipe or a socket.
 pub fn replace(
     path: &Path,
     mode: u32,
@@ -673,6 +683,47 @@ mod tests {
             let error = refused.unwrap_err();
             assert!(error.to_string().contains("not a regular file"), "{error}");
         }
+    }
+
+    #[test]
+    fn replace_puts_no_file_in_place_of_what_is_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let made = std::process::Command::new("mkfifo")
+            .arg(at("fifo"))
+            .status();
+        assert!(made.unwrap().success());
+        std::fs::create_dir(at("directory")).unwrap();
+        symlink(at("fifo"), at("to-fifo")).unwrap();
+        symlink(at("directory"), at("to-directory")).unwrap();
+        // As `/dev/stdout` does.
+        symlink("/dev/null", at("to-device")).unwrap();
+        let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
+        let names = [
+            "fifo",
+            "directory",
+            "to-fifo",
+            "to-directory",
+            "to-device",
+            "socket",
+        ];
+        for name in names {
+            let before = std::fs::symlink_metadata(at(name)).unwrap().file_type();
+            let write = |_: &mut File| unreachable!("{name} is refused before that");
+            let error = replace(&at(name), PLAIN, false, write).unwrap_err();
+            assert!(error.to_string().contains("not a regular file"), "{error}");
+            let after = std::fs::symlink_metadata(at(name)).unwrap().file_type();
+            assert_eq!(before, after, "{name}");
+        }
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), names.len());
+        // A link that leads nowhere is only a name.
+        symlink(at("nothing"), at("to-nothing")).unwrap();
+        replace(&at("to-nothing"), PLAIN, false, |_| Ok(())).unwrap();
+        assert!(
+            std::fs::symlink_metadata(at("to-nothing"))
+                .unwrap()
+                .is_file()
+        );
     }
 
     #[test]

@@ -19,11 +19,11 @@
 //! Absent here: HTTP, policy about when to send.
 #![forbid(unsafe_code)]
 
+mod agent;
 mod bulk;
 pub mod collect;
 mod error;
 mod receiver;
-mod relay;
 mod root;
 mod scheme;
 pub mod scrub;
@@ -32,6 +32,6 @@ mod simulation;
 pub mod status;
 pub mod wire;
 
+pub use self::agent::{Relay, RelayEvent, RelayStop};
 pub use self::error::NetError;
-pub use self::relay::{Relay, RelayEvent, RelayStop};
 pub use self::scheme::{Deltas, Distributed, Share, Verify};

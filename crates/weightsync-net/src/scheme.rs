@@ -22,10 +22,10 @@ use weightsync_link::tls::CertificateRole;
 use weightsync_mem::threads::LockExt as _;
 use weightsync_mem::{Delivery, Listener};
 
+use crate::agent::Agent;
+use crate::agent::local::{self, NameOwner};
 use crate::error::{os, transport};
 use crate::receiver::NetReceiver;
-use crate::relay::Agent;
-use crate::relay::local::{self, NameOwner};
 use crate::root::NetSender;
 use crate::status::{self, not_asked};
 

@@ -15,8 +15,8 @@ use weightsync_link::message::Message;
 use weightsync_link::tls::{Tls, TlsPeer};
 use weightsync_link::{Credentials, blocking};
 
+use crate::agent::unreachable;
 use crate::error::NetError;
-use crate::relay::unreachable;
 use crate::wire::message::{self, MAX_JSON};
 
 /// The answer to a waiting client until the real one is ready.

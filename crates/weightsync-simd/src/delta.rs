@@ -16,7 +16,8 @@ pub(crate) use x86::iota;
 #[cfg(test)]
 mod tests;
 
-/// Elements of a block at most.
+/// Elements that are compared, coded and applied together, at most: both versions of them stay in the
+/// second-level cache, and a place within takes 16 bits.
 pub const BLOCK: usize = 1 << 16;
 
 /// How many more elements than there can be changes the outputs of [`compare`] must hold, and the

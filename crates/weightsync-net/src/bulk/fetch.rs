@@ -33,7 +33,7 @@ use super::stop::Threads;
 use super::store::{BlockStore, HeldVersion};
 use super::throughput::{Throughput, Transferred};
 use super::{PATIENCE, STALLED, WITHHELD};
-use crate::relay::Item;
+use crate::agent::Item;
 use crate::wire::image::{BlockHead, DeltaHead, ImageError, SPAN_BLOCKS};
 use crate::wire::message::{MAX_RANGES, ToChild, ToParent, WantedBlocks};
 

@@ -22,7 +22,7 @@ use super::delta::{Delta, SpanCoding};
 use super::stop::Threads;
 use super::store::{BlockStore, HeldVersion};
 use super::{IDLE, STUCK};
-use crate::relay::Item;
+use crate::agent::Item;
 use crate::wire::image::{SPAN, SPAN_BLOCKS};
 use crate::wire::message::{ToChild, ToParent, WantedBlocks};
 use weightsync_link::stream::{AsyncStream, Stream, keep_alive};

@@ -15,13 +15,13 @@ use weightsync_mem::{PartialSlot, Snapshot};
 
 use super::PATIENCE;
 use super::delta::DeltaRing;
-use crate::relay::Item;
-use crate::wire::image::BLOCK;
+use crate::agent::Item;
+use crate::wire::image::BLOCK_BYTES;
 use crate::wire::message::DIGEST_BYTES;
 
 // [`HeldVersion::whole`] reuses the checksums of the sender's copy pass, so their blocks must have
 // the size of these blocks.
-const _: () = assert!(BLOCK as usize == weightsync_mem::CHECKSUM_BLOCK);
+const _: () = assert!(BLOCK_BYTES as usize == weightsync_mem::CHECKSUM_BLOCK);
 
 /// How long a sender keeps a version for a child whose connection broke.
 const COMES_AGAIN: Duration = Duration::from_secs(3);
@@ -73,7 +73,7 @@ pub(crate) enum BlockState<'a> {
 impl HeldVersion {
     /// Holds a whole version.
     pub(crate) fn whole(snapshot: Snapshot) -> Self {
-        let blocks = snapshot.layout().bytes().div_ceil(BLOCK.into()) as usize;
+        let blocks = snapshot.layout().bytes().div_ceil(BLOCK_BYTES.into()) as usize;
         let sums = snapshot.block_sums().unwrap_or_else(|error| {
             tracing::error!("{error}; they are computed again");
             None
@@ -201,8 +201,8 @@ impl HeldVersion {
     fn bytes(&self, index: usize) -> Option<&[u8]> {
         match &self.source {
             VersionBytes::Whole(snapshot) => {
-                let start = index * BLOCK as usize;
-                let end = (start + BLOCK as usize).min(snapshot.bytes().len());
+                let start = index * BLOCK_BYTES as usize;
+                let end = (start + BLOCK_BYTES as usize).min(snapshot.bytes().len());
                 snapshot.bytes().get(start..end)
             }
             VersionBytes::Arriving(slot) => slot.read(index),

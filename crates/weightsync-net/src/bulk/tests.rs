@@ -22,8 +22,8 @@ use super::{
     BlockStore, BulkFetch, Connections, FetchEnd, HeldVersion, Parent, Serving, Threads,
     Transferred,
 };
-use crate::relay::Item;
-use crate::wire::image::{BLOCK, BlockHead};
+use crate::agent::Item;
+use crate::wire::image::{BLOCK_BYTES, BlockHead};
 use crate::wire::message::ToChild;
 
 mod deltas;
@@ -126,7 +126,7 @@ fn child_of(
 
 fn child_by(name: &str, address: SocketAddr, connections: Connections, item: Item) -> Child {
     let listener = Listener::at(&format!("weightsync/test/{name}/{}", std::process::id()));
-    let bytes = u64::from(BLOCKS) * u64::from(BLOCK);
+    let bytes = u64::from(BLOCKS) * u64::from(BLOCK_BYTES);
     let model = ModelDescription {
         layout: Layout::new([("w".to_owned(), Dtype::U8, vec![bytes])]).unwrap(),
         note: Vec::new(),
@@ -134,7 +134,7 @@ fn child_by(name: &str, address: SocketAddr, connections: Connections, item: Ite
     let options = SegmentOptions::default();
     let relay =
         RelaySegment::create(listener.unwrap(), SECRET, (RUN, 1), &[model], options).unwrap();
-    let slot = relay.partial_slot(ITEM.model, ITEM.version, BLOCK as usize);
+    let slot = relay.partial_slot(ITEM.model, ITEM.version, BLOCK_BYTES as usize);
     let slot = slot.unwrap().unwrap();
     let held = Arc::new(HeldVersion::arriving(slot.clone()));
     let parent = Parent { agent: 2, address };
@@ -170,7 +170,7 @@ async fn listen(serving: Serving) -> SocketAddr {
 }
 
 fn block(index: u32) -> Vec<u8> {
-    block_of(index, &vec![index as u8; BLOCK as usize])
+    block_of(index, &vec![index as u8; BLOCK_BYTES as usize])
 }
 
 fn block_of(index: u32, bytes: &[u8]) -> Vec<u8> {
@@ -178,9 +178,9 @@ fn block_of(index: u32, bytes: &[u8]) -> Vec<u8> {
         model: 0,
         version: ITEM.version,
         index,
-        bytes: BLOCK,
+        bytes: BLOCK_BYTES,
         crc: weightsync_simd::crc64(bytes),
-        image_bytes: u64::from(BLOCKS) * u64::from(BLOCK),
+        image_bytes: u64::from(BLOCKS) * u64::from(BLOCK_BYTES),
     };
     [head.frame().as_ref(), bytes].concat()
 }
@@ -190,7 +190,7 @@ fn end() -> Vec<u8> {
 }
 
 fn runtime() -> tokio::runtime::Runtime {
-    crate::relay::runtime("test").unwrap()
+    crate::agent::runtime("test").unwrap()
 }
 
 #[test]
@@ -273,7 +273,7 @@ fn blocks_that_may_not_come_are_refused() {
 fn block_changed_in_transit_is_rejected() {
     let runtime = runtime();
     let whole = block(2).len();
-    let first = whole - BLOCK as usize;
+    let first = whole - BLOCK_BYTES as usize;
     for (name, at) in [("first", first), ("middle", whole / 2), ("last", whole - 1)] {
         let mut blocks: Vec<Vec<u8>> = (0..BLOCKS).map(block).collect();
         blocks[2][at] ^= 1;
@@ -300,9 +300,9 @@ fn arrival_is_announced_once_before_it_completes() {
     let child = child("told", address, 1);
     let mut told = 0;
     let (ended, last) = loop {
-        let came = child.fetch.take_transferred(u64::from(BLOCK) / 2);
+        let came = child.fetch.take_transferred(u64::from(BLOCK_BYTES) / 2);
         if came.bytes > 0 {
-            assert!(came.bytes >= u64::from(BLOCK) / 2);
+            assert!(came.bytes >= u64::from(BLOCK_BYTES) / 2);
             assert!(came.busy > Duration::ZERO);
         }
         told += came.bytes;
@@ -312,8 +312,8 @@ fn arrival_is_announced_once_before_it_completes() {
         }
     };
     assert!(matches!(ended, FetchEnd::Whole), "{ended:?}");
-    assert!(told >= 2 * u64::from(BLOCK), "{told}");
-    let heads = whole - u64::from(BLOCKS) * u64::from(BLOCK);
+    assert!(told >= 2 * u64::from(BLOCK_BYTES), "{told}");
+    let heads = whole - u64::from(BLOCKS) * u64::from(BLOCK_BYTES);
     assert_eq!(told + last.bytes + heads, whole);
 }
 

@@ -85,7 +85,7 @@ impl CollectorPort {
         let address = scheme.reached_at(bound)?;
         let listens = listener.set_nonblocking(true);
         listens.map_err(os("preparing the listening socket"))?;
-        let runtime = crate::relay::runtime("weightsync-link");
+        let runtime = crate::agent::runtime("weightsync-link");
         let runtime = runtime.map_err(os("starting the collector's network threads"))?;
         let places = Arc::new(WorkerSeats {
             workers,

@@ -13,9 +13,9 @@ use weightsync_engine::{Error, Result, Run};
 use weightsync_link::access::Access;
 use weightsync_mem::{AttachOptions, Backoff, Origin, SegmentReader, passed};
 
+use crate::agent::local::{self, NameOwner};
+use crate::agent::{Agent, AgentAddress, AgentOptions, Patience, StartError, Unreached, left_of};
 use crate::error::{NetError, transport};
-use crate::relay::local::{self, NameOwner};
-use crate::relay::{Agent, AgentAddress, AgentOptions, Patience, StartError, Unreached, left_of};
 use crate::scheme::{Distributed, Share, Unfinished};
 
 /// How long one attempt to reach the sender may take.

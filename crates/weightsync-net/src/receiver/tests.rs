@@ -20,8 +20,8 @@ use weightsync_engine::{
 };
 
 use super::*;
-use crate::relay::local::{self, NameOwner};
-use crate::relay::tests::{Seen, drones, long_welcome, relay, trainer};
+use crate::agent::local::{self, NameOwner};
+use crate::agent::tests::{Seen, drones, long_welcome, relay, trainer};
 use crate::scheme::Share;
 use crate::status;
 

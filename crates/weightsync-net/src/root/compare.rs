@@ -11,8 +11,8 @@ use weightsync_engine::{Changes, Result, Version, WorkerReport};
 use weightsync_mem::{RemoteReaders, Snapshot};
 
 use super::coordinator::CoordinatorEvent;
+use crate::agent::Item;
 use crate::bulk::{BlockStore, Delta, RING, Rate, Threads};
-use crate::relay::Item;
 use crate::scheme::Deltas;
 
 /// One version in this many is scrubbed automatically: each host that gets it is compared with the

@@ -29,8 +29,8 @@ use weightsync_mem::{RemoteReader, RemoteReaders, Snapshot};
 use super::membership::LinkLoss;
 use super::plan::{RootInput, RootPlan};
 use super::topology::AgentId;
+use crate::agent::Item;
 use crate::bulk::{BlockStore, Threads};
-use crate::relay::Item;
 use crate::wire::message::{FromRoot, ToRoot, Welcome};
 
 /// How long a sender that shuts down goes on serving the versions that it has announced.

@@ -30,9 +30,9 @@ use weightsync_mem::{Listener, Origin};
 use self::compare::{Compared, Comparing};
 use self::coordinator::{ChangedWorkers, Coordinator, CoordinatorEvent, CoordinatorSettings};
 use self::listening::Listening;
+use crate::agent::{Item, runtime, tell_to_end};
 use crate::bulk::{BlockStore, Find, ServeEvent, Serving, Threads};
 use crate::error::os;
-use crate::relay::{Item, runtime, tell_to_end};
 use crate::scheme::Distributed;
 use crate::wire::message::{FromRoot, Welcome, model_messages};
 

@@ -25,7 +25,7 @@ use super::membership::{HostProcess, LinkLoss, Membership, MembershipWaiter};
 use super::recent::Recent;
 use super::scrub::{Round, Scrubs};
 use super::topology::{AgentId, LeftParent, Topology};
-use crate::relay::Item;
+use crate::agent::Item;
 use crate::scrub;
 use crate::wire::message::{FromRoot, ToRoot, Want, WorkerJoin, WorkerProgress};
 

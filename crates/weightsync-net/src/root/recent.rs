@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use weightsync_core::Version;
 
-use crate::relay::Item;
+use crate::agent::Item;
 
 /// How many sets are remembered. A relay whose first version takes longer than this many sends
 /// offers its workers nothing older; they wait for a newer version.

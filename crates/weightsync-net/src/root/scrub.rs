@@ -10,7 +10,7 @@ use weightsync_core::Version;
 use weightsync_core::digest::Digest;
 
 use super::topology::AgentId;
-use crate::relay::Item;
+use crate::agent::Item;
 use crate::scrub::ScrubCheck;
 
 /// The sender's own memory, among the holders of a version.

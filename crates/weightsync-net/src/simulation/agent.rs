@@ -8,8 +8,8 @@ use weightsync_mem::{Backoff, Delivery, WorkerInstance};
 use super::clock::MS;
 use super::network::Node;
 use super::{Event, World, sender};
-use crate::relay::Item;
-use crate::relay::plan::{PlanInput, RelayPlan};
+use crate::agent::Item;
+use crate::agent::plan::{PlanInput, RelayPlan};
 use crate::root::topology::AgentId;
 use crate::wire::message::{FromRoot, ToRoot, WorkerJoin, WorkerProgress};
 
@@ -65,7 +65,7 @@ pub(super) const ROOT: Parent = Parent {
 
 /// The driver's pauses, each time the same.
 pub(super) fn backoff(node: Node, life: u64) -> Backoff {
-    let (first, longest) = crate::relay::PAUSES;
+    let (first, longest) = crate::agent::PAUSES;
     Backoff::seeded(first, longest, node as u64 ^ life << 32)
 }
 

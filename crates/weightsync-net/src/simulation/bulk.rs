@@ -6,12 +6,13 @@ use super::clock::{MS, SECOND, Time};
 use super::network::{Arrival, Health, Network, Node};
 use super::perform::FetchEnd;
 use super::{Event, World};
+use crate::agent::Item;
+use crate::agent::plan::PlanInput;
 use crate::bulk::Transferred;
-use crate::relay::Item;
-use crate::relay::plan::PlanInput;
+use crate::wire::image;
 
 /// As large as a block on the wire.
-pub(super) const BLOCK: u64 = 1 << 20;
+pub(super) const BLOCK_BYTES: u64 = image::BLOCK_BYTES as u64;
 
 /// How long a relay asks above for a version that it does not have.
 const PATIENCE: Time = 30 * SECOND;
@@ -125,7 +126,7 @@ impl World {
     }
 
     fn blocks(&self, item: Item) -> u32 {
-        self.sender.sizes[item.model].div_ceil(BLOCK) as u32
+        self.sender.sizes[item.model].div_ceil(BLOCK_BYTES) as u32
     }
 
     /// A fetch reaches its parent.
@@ -191,7 +192,7 @@ impl World {
             self.gone(number);
             return;
         };
-        let bytes = BLOCK.min(self.sender.sizes[item.model] - u64::from(next) * BLOCK);
+        let bytes = BLOCK_BYTES.min(self.sender.sizes[item.model] - u64::from(next) * BLOCK_BYTES);
         let now = self.clock.now();
         let Some(transfer) = self.transfers.get_mut(&number) else {
             return;
@@ -245,8 +246,8 @@ impl World {
             return;
         }
         transfer.sending = None;
-        let before = u64::from(transfer.next) * BLOCK;
-        let bytes = BLOCK.min(self.sender.sizes[item.model] - before);
+        let before = u64::from(transfer.next) * BLOCK_BYTES;
+        let bytes = BLOCK_BYTES.min(self.sender.sizes[item.model] - before);
         transfer.next += 1;
         transfer.bytes += bytes;
         transfer.coming = false;

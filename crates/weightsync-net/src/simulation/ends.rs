@@ -6,8 +6,8 @@ use super::bulk::STALLED;
 use super::bulk::Transfer;
 use super::network::{Health, Node};
 use super::{Event, World};
+use crate::agent::Item;
 use crate::bulk::replaced;
-use crate::relay::Item;
 
 impl World {
     /// An agent stops serving this version.

@@ -1,6 +1,6 @@
 //! A sender, its agents and their workers, in virtual time.
 //!
-//! These parts are real: the decisions (the agent's [`RelayPlan`](crate::relay::plan::RelayPlan)
+//! These parts are real: the decisions (the agent's [`RelayPlan`](crate::agent::plan::RelayPlan)
 //! and the sender's [`RootPlan`](crate::root::plan::RootPlan)) and the messages of control links.
 //! These parts are simulated: the code around the decisions in an agent's driver; the sender's
 //! mailboxes and queues; machines with one agent and up to three workers each; links with a rate
@@ -165,7 +165,7 @@ impl World {
             Event::Complain { node, life, number } => self.complain(node, life, number),
             Event::Room { node, life } => {
                 if self.agent(node, life).is_some() {
-                    self.step(node, vec![crate::relay::plan::PlanInput::MayHaveRoom]);
+                    self.step(node, vec![crate::agent::plan::PlanInput::MayHaveRoom]);
                 }
             }
             Event::Attach {
@@ -194,7 +194,7 @@ impl World {
         worker.taken = worker.notified;
         if self.hosts[node].agent.is_some() {
             self.send_progress(node, who);
-            self.step(node, vec![crate::relay::plan::PlanInput::MayHaveRoom]);
+            self.step(node, vec![crate::agent::plan::PlanInput::MayHaveRoom]);
         }
     }
 

@@ -4,9 +4,9 @@ use super::agent::{Parent, ROOT, backoff};
 use super::clock::{MS, Time};
 use super::network::Node;
 use super::{Event, World};
+use crate::agent::Item;
+use crate::agent::plan::{PlanEffect, PlanInput};
 use crate::bulk::Transferred;
-use crate::relay::Item;
-use crate::relay::plan::{PlanEffect, PlanInput};
 use crate::wire::message::ToRoot;
 
 /// How a fetch has ended for its child.

@@ -29,11 +29,11 @@ use std::collections::BTreeMap;
 use weightsync_mem::{Delivery, WorkerInstance};
 
 use super::World;
-use super::bulk::{BLOCK, STALLED};
+use super::bulk::{BLOCK_BYTES, STALLED};
 use super::clock::{MS, SECOND, Time};
 use super::network::{Node, taken};
 use super::{Event, Worker};
-use crate::relay::Item;
+use crate::agent::Item;
 use crate::root::topology::AgentId;
 
 /// Longer than any effect lasts after its cause is over.
@@ -164,7 +164,7 @@ impl World {
         let rates = path.iter().map(|agent| share(*agent, node(*agent)));
         let slowest = rates.chain([share(0, 0)]).min().unwrap_or(1);
         let set: u64 = self.sender.sizes.iter().sum();
-        let bytes = 3 * set + path.len() as u64 * BLOCK;
+        let bytes = 3 * set + path.len() as u64 * BLOCK_BYTES;
         // Tried again now and then, and silent: so long it takes to find out, once the
         // version under way is not replaced any more.
         let mut before = 0;
@@ -249,7 +249,7 @@ impl World {
         self.check_pairs();
         self.check_progress();
         self.check_order();
-        let broken = self.counts.broken * BLOCK;
+        let broken = self.counts.broken * BLOCK_BYTES;
         let (served, allowed) = (self.facts.served, self.facts.allowed + broken);
         let blocks = &self.facts.blocks;
         assert!(

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use weightsync_core::WorkerId;
 use weightsync_mem::{Delivery, WorkerInstance};
 
-use super::bulk::BLOCK;
+use super::bulk::BLOCK_BYTES;
 use super::clock::{Clock, Dice, MS, SECOND, Time};
 use super::network::{Health, Network, Node};
 use super::rules::{Counts, Facts};
@@ -190,7 +190,7 @@ impl World {
         let sizes = (0..models).map(|_| {
             let blocks = 1 + dice.below(4);
             // Enough to be measured, and not always a multiple of a block.
-            blocks * BLOCK + dice.below(2) * 1000
+            blocks * BLOCK_BYTES + dice.below(2) * 1000
         });
         let sizes = sizes.collect();
         let mut world = Self::new(options, sizes, dice);

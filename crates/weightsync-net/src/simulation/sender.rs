@@ -12,7 +12,7 @@ use super::agent::{Parent, ROOT};
 use super::clock::{MS, SECOND, Time};
 use super::network::Node;
 use super::{Event, World};
-use crate::relay::Item;
+use crate::agent::Item;
 use crate::root::membership::MembershipWaiter;
 use crate::root::plan::{Mailbox, RootEffect, RootInput, RootPlan};
 use crate::root::topology::AgentId;

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::bulk::BLOCK;
+use super::bulk::BLOCK_BYTES;
 use super::clock::{Dice, MS, SECOND};
 use super::network::Health;
 use super::rules::Counts;
@@ -114,11 +114,11 @@ fn sender_load_does_not_grow_with_hosts() {
             let world = calm(
                 arity,
                 &vec![FAST; machines],
-                &[3 * BLOCK, BLOCK + 1000],
+                &[3 * BLOCK_BYTES, BLOCK_BYTES + 1000],
                 (1..=8).map(|number| number * SECOND),
             );
             let children = arity.min(machines) as u64;
-            let expected = 8 * (4 * BLOCK + 1000) * children;
+            let expected = 8 * (4 * BLOCK_BYTES + 1000) * children;
             assert_eq!(world.facts.served, expected, "{arity}, {machines} machines");
             assert_eq!(world.counts.broken + world.counts.not_there, 0);
         }
@@ -136,7 +136,10 @@ fn a_slow_machine_holds_nobody_up_and_does_not_starve() {
             0..6 => (1 + number * 200) * SECOND,
             _ => (1200 + number) * SECOND,
         };
-        for sizes in [&[3 * BLOCK][..], &[BLOCK, BLOCK + 1000, BLOCK]] {
+        for sizes in [
+            &[3 * BLOCK_BYTES][..],
+            &[BLOCK_BYTES, BLOCK_BYTES + 1000, BLOCK_BYTES],
+        ] {
             let world = calm(1, &rates, sizes, (0..106).map(at));
             for (who, notified) in &world.facts.notified {
                 let late = notified.iter().filter(|sequence| **sequence > 6).count();
@@ -153,7 +156,7 @@ fn a_slow_machine_holds_nobody_up_and_does_not_starve() {
 #[test]
 fn slow_first_host_delays_the_others_once() {
     let options = Options::calm(1, &[2_500_000, FAST, FAST]);
-    let mut world = World::new(options, vec![20 * BLOCK], Dice::new(1));
+    let mut world = World::new(options, vec![20 * BLOCK_BYTES], Dice::new(1));
     for _ in 0..3 {
         world.add_plain_host(1);
     }
@@ -179,7 +182,7 @@ fn slow_first_host_delays_the_others_once() {
 #[test]
 fn slow_host_has_a_version_in_one_transfer_time() {
     const RATE: u64 = 2_500_000;
-    const BYTES: u64 = 87 * BLOCK;
+    const BYTES: u64 = 87 * BLOCK_BYTES;
     let transfer = BYTES * SECOND / RATE;
     // (bytes a second, when each worker comes, and when all are to have a version)
     let cases: [(u64, &[u64], u64); 3] = [
@@ -225,7 +228,7 @@ fn slow_host_has_a_version_in_one_transfer_time() {
 fn two_apart(until: u64, seconds: u64) -> World {
     let mut options = Options::calm(1, &[FAST; 2]);
     options.apart = true;
-    let mut world = World::new(options, vec![BLOCK], Dice::new(until));
+    let mut world = World::new(options, vec![BLOCK_BYTES], Dice::new(until));
     for _ in 0..2 {
         world.add_plain_host(2);
     }
@@ -264,7 +267,11 @@ fn host_retries_an_unreachable_parent_with_backoff() {
 #[test]
 fn worker_restarted_elsewhere_joins_at_any_time() {
     for after in (0..1200).step_by(25) {
-        let mut world = World::new(Options::calm(1, &[FAST; 3]), vec![BLOCK], Dice::new(after));
+        let mut world = World::new(
+            Options::calm(1, &[FAST; 3]),
+            vec![BLOCK_BYTES],
+            Dice::new(after),
+        );
         for _ in 0..3 {
             world.add_plain_host(2);
         }

@@ -13,10 +13,10 @@ pub use self::delta::DeltaHead;
 pub const SPAN: u64 = weightsync_core::delta::SPAN;
 
 /// Blocks in a span.
-pub const SPAN_BLOCKS: usize = (SPAN / BLOCK as u64) as usize;
+pub const SPAN_BLOCKS: usize = (SPAN / BLOCK_BYTES as u64) as usize;
 
 /// Bytes of every block of an image except the last, which may be shorter.
-pub const BLOCK: u32 = 1 << 20;
+pub const BLOCK_BYTES: u32 = 1 << 20;
 
 /// The most models of one sender.
 pub const MAX_MODELS: u8 = 64;

@@ -29,7 +29,7 @@ pub use self::collect::{ToTrainer, ToWorker};
 pub use self::from_root::{FromRoot, RefusalRemedy, Welcome};
 pub use self::model::{AssembledModel, ModelAssembler, model_messages};
 pub use self::to_root::{ToRoot, WorkerJoin, WorkerProgress};
-pub use crate::relay::Item;
+pub use crate::agent::Item;
 /// Which versions a worker gets, and the set that it asks for: the same as for a local reader.
 pub use weightsync_mem::{Delivery, Want, WorkerInstance};
 

@@ -42,7 +42,7 @@ proptest! {
         let least = head.offset() + 1;
         head.image_bytes = least + image_bytes % (u64::MAX - least);
         let left = head.image_bytes - head.offset();
-        head.bytes = left.min(BLOCK.into()) as u32;
+        head.bytes = left.min(BLOCK_BYTES.into()) as u32;
         let frame = head.frame();
         prop_assert_eq!(BlockHead::decode(&frame[HEADER_BYTES..]), Ok(head));
     }
@@ -52,8 +52,8 @@ proptest! {
         let count = blocks(image_bytes).unwrap();
         let mut sum = 0;
         for index in 0..=count {
-            let left = image_bytes.saturating_sub(u64::from(index) * u64::from(BLOCK));
-            let bytes = left.min(BLOCK.into()) as u32;
+            let left = image_bytes.saturating_sub(u64::from(index) * u64::from(BLOCK_BYTES));
+            let bytes = left.min(BLOCK_BYTES.into()) as u32;
             let head = BlockHead { index, bytes, image_bytes, ..samples::block() };
             let decoded = BlockHead::decode(&head.frame()[HEADER_BYTES..]);
             prop_assert_eq!(decoded.is_ok(), index < count);
@@ -165,12 +165,12 @@ fn impossible_block_heads_are_refused() {
         },
         BlockHead {
             index: u32::MAX,
-            bytes: BLOCK,
+            bytes: BLOCK_BYTES,
             ..head
         },
         BlockHead {
             index: 0,
-            bytes: BLOCK + 1,
+            bytes: BLOCK_BYTES + 1,
             image_bytes: u64::MAX,
             ..head
         },

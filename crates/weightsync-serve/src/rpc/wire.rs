@@ -13,7 +13,7 @@ use weightsync_link::tls::Tls;
 pub(crate) const PROTOCOL: u32 = 2;
 
 /// How many bytes of a version have a checksum of their own.
-pub(crate) const BLOCK: u64 = 1 << 20;
+pub(crate) const BLOCK_BYTES: u64 = 1 << 20;
 
 /// The longest body of a registration and of a worker's message, in bytes.
 pub(crate) const MAX_BODY: usize = 64 << 10;
@@ -301,11 +301,11 @@ impl TryFrom<String> for Digits {
 impl SetPart {
     /// Whether it is of a version of this layout, block by block.
     pub(crate) fn is_of(&self, layout: &Layout) -> bool {
-        let blocks = layout.bytes().div_ceil(BLOCK);
+        let blocks = layout.bytes().div_ceil(BLOCK_BYTES);
         // The counts come from outside. They must match the layout before a block's index is taken
         // from them.
         self.bytes == layout.bytes()
-            && self.chunk_bytes == BLOCK
+            && self.chunk_bytes == BLOCK_BYTES
             && self.crc64.len() as u64 == blocks
             && !self.version.is_none()
     }
@@ -314,7 +314,7 @@ impl SetPart {
 /// The most bytes of a set of such layouts.
 pub(crate) fn max_set<'a>(layouts: impl Iterator<Item = &'a Layout>) -> usize {
     let parts = layouts.map(|layout| {
-        let blocks = usize::try_from(layout.bytes().div_ceil(BLOCK)).unwrap_or(usize::MAX);
+        let blocks = usize::try_from(layout.bytes().div_ceil(BLOCK_BYTES)).unwrap_or(usize::MAX);
         // A checksum takes 19 bytes: 16 digits in quotes, and a comma. The rest of a part is short.
         blocks.saturating_mul(20).saturating_add(512)
     });

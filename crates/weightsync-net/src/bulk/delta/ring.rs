@@ -10,7 +10,7 @@ use weightsync_mem::Snapshot;
 use weightsync_mem::threads::LockExt as _;
 
 use super::{Delta, RING, Rate, UNKNOWN, seconds};
-use crate::relay::Item;
+use crate::agent::Item;
 
 /// Bytes of small deltas that one core folds in a second. Up to one changed element in a hundred,
 /// deltas are merged as lists.

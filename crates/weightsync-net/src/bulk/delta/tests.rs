@@ -5,7 +5,7 @@ use weightsync_mem::{Listener, ModelDescription, RelaySegment, SegmentOptions};
 
 use super::versions::CodingSample;
 use super::*;
-use crate::relay::Item;
+use crate::agent::Item;
 
 const V: [Version; 5] = [Version(0), Version(1), Version(2), Version(3), Version(4)];
 

@@ -13,9 +13,9 @@ use weightsync_mem::threads::LockExt as _;
 use super::super::serve::invalid;
 use super::requested::Requested;
 use super::{FetchTask, Misbehaved, Parent, read_exact, read_message};
+use crate::agent::backoff;
 use crate::bulk::PATIENCE;
-use crate::relay::backoff;
-use crate::wire::image::BLOCK;
+use crate::wire::image::BLOCK_BYTES;
 use crate::wire::message::{DIGEST_BYTES, ToChild, ToParent};
 
 impl FetchTask {
@@ -136,7 +136,7 @@ impl FetchTask {
         if !self.verifies() {
             return Ok(());
         }
-        for (at, block) in bytes.chunks(BLOCK as usize).enumerate() {
+        for (at, block) in bytes.chunks(BLOCK_BYTES as usize).enumerate() {
             let index = first + at;
             let known = || self.held.digest(index).is_some();
             let over = || self.is_stopped() || self.digests_gone.load(Ordering::Acquire);

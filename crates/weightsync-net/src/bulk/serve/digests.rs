@@ -6,7 +6,7 @@ use weightsync_core::Run;
 use weightsync_link::stream::{AsyncStream, Stream};
 
 use super::{REPLACED, Serving, send, send_gone};
-use crate::relay::Item;
+use crate::agent::Item;
 use crate::wire::message::{DIGEST_BYTES, ToChild};
 
 /// The digests of this many blocks go out at once: the child can go on while others are made.

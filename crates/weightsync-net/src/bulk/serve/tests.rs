@@ -13,8 +13,8 @@ use weightsync_mem::threads::LockExt as _;
 use weightsync_mem::{Listener, ModelDescription, RelaySegment, SegmentOptions};
 
 use super::*;
-use crate::relay::runtime;
-use crate::wire::image::BLOCK;
+use crate::agent::runtime;
+use crate::wire::image::BLOCK_BYTES;
 use crate::wire::message::BlockRange;
 
 const RUN: Run = Run {
@@ -78,7 +78,7 @@ fn coming(bytes: u64) -> (RelaySegment, Arc<HeldVersion>) {
     let listener = Listener::at(&name).unwrap();
     let options = SegmentOptions::default();
     let relay = RelaySegment::create(listener, [1; 16], (RUN, 1), &models, options).unwrap();
-    let slot = relay.partial_slot(0, ITEM.version, BLOCK as usize);
+    let slot = relay.partial_slot(0, ITEM.version, BLOCK_BYTES as usize);
     (
         relay,
         Arc::new(HeldVersion::arriving(slot.unwrap().unwrap())),
@@ -248,7 +248,7 @@ fn that_nothing_has_come_is_said_now_and_then() {
 fn fetch_beyond_the_last_block_gets_nothing() {
     let runtime = runtime("weightsync-test").unwrap();
     runtime.block_on(async {
-        let (_relay, held) = coming(u64::from(BLOCK) + 1);
+        let (_relay, held) = coming(u64::from(BLOCK_BYTES) + 1);
         let serving = serving();
         serving.store.put(ITEM, held);
         for range in [(0, u32::MAX), (0, 3), (2, 1), (u32::MAX - 1, 1)] {
@@ -312,7 +312,7 @@ fn block_is_given_up_if_read_too_slowly() {
             let _ = reader.read(&mut some);
         }
     });
-    let (head, bytes) = ([1; 40], vec![2; BLOCK as usize]);
+    let (head, bytes) = ([1; 40], vec![2; BLOCK_BYTES as usize]);
     let begun = Instant::now();
     let late = || begun.elapsed() >= IDLE;
     for written in 0.. {

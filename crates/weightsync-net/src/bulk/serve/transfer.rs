@@ -13,8 +13,8 @@ use super::super::{IDLE, PATIENCE};
 use super::{
     DeltaState, ON_ITS_WAY, REPLACED, ServeEvent, Serving, TURN, send, send_gone, write_both,
 };
-use crate::relay::Item;
-use crate::wire::image::{BLOCK, BlockHead, DeltaHead, SPAN_BLOCKS};
+use crate::agent::Item;
+use crate::wire::image::{BLOCK_BYTES, BlockHead, DeltaHead, SPAN_BLOCKS};
 use crate::wire::message::{ToChild, WantedBlocks};
 
 /// A fetch that is served in one turn or several.
@@ -258,7 +258,7 @@ impl Transfer {
     /// Writes a block or delta, unless that takes too long while other fetches wait.
     fn write(&self, socket: &mut Stream, head: &[u8], bytes: &[u8]) -> io::Result<()> {
         let begun = Instant::now();
-        let blocks = bytes.len().div_ceil(BLOCK as usize).max(1) as u32;
+        let blocks = bytes.len().div_ceil(BLOCK_BYTES as usize).max(1) as u32;
         // While no other fetch waits, a slow child is in nobody's way.
         let is_late = || begun.elapsed() >= ON_ITS_WAY * blocks && self.serving.others_wait();
         write_both(socket, head, bytes, is_late)

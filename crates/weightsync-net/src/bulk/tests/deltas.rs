@@ -11,7 +11,7 @@ use crate::wire::image::{DeltaHead, SPAN};
 /// A dtype with exponents, by which a thin delta notices a wrong base.
 const DTYPE: Dtype = Dtype::F8_E5M2;
 
-const BYTES: usize = BLOCKS as usize * BLOCK as usize;
+const BYTES: usize = BLOCKS as usize * BLOCK_BYTES as usize;
 
 const NEXT: Item = Item {
     model: 0,
@@ -75,12 +75,12 @@ fn span(index: usize) -> Vec<u8> {
 fn blocks(indices: std::ops::Range<usize>) -> Vec<u8> {
     let (image, mut all) = (image(3), Vec::new());
     for index in indices {
-        let bytes = &image[index * BLOCK as usize..][..BLOCK as usize];
+        let bytes = &image[index * BLOCK_BYTES as usize..][..BLOCK_BYTES as usize];
         let head = BlockHead {
             model: 0,
             version: NEXT.version,
             index: index as u32,
-            bytes: BLOCK,
+            bytes: BLOCK_BYTES,
             crc: weightsync_simd::crc64(bytes),
             image_bytes: BYTES as u64,
         };
@@ -188,7 +188,7 @@ fn fetched_verified(
 ) -> Fetched {
     let relay = relay(name, SegmentOptions::default().slots);
     let snapshot = whole(&relay, ITEM.version, &image(1));
-    let slot = relay.partial_slot(0, NEXT.version, BLOCK as usize);
+    let slot = relay.partial_slot(0, NEXT.version, BLOCK_BYTES as usize);
     let slot = slot.unwrap().unwrap();
     let recorded = Arc::new(Delta::new(ITEM.version, NEXT.version, slot.layout()));
     let base = DeltaBase {
@@ -293,7 +293,7 @@ fn wrong_delta_is_refused_and_the_base_unchanged() {
         assert_eq!(there.len(), 4 * spans + single, "{name}");
         for (index, bytes) in there {
             assert!(
-                *bytes == image(3)[index * BLOCK as usize..][..BLOCK as usize],
+                *bytes == image(3)[index * BLOCK_BYTES as usize..][..BLOCK_BYTES as usize],
                 "{name}"
             );
         }
@@ -342,7 +342,7 @@ fn small_change_is_applied_in_the_older_buffer() {
     let first = whole(&relay, ITEM.version, &marked(1, &marks));
     let snapshot = whole(&relay, Version(2), &image(2));
     drop(first);
-    let slot = relay.partial_slot(0, NEXT.version, BLOCK as usize);
+    let slot = relay.partial_slot(0, NEXT.version, BLOCK_BYTES as usize);
     let slot = slot.unwrap().unwrap();
     assert_eq!(slot.base(), Some(ITEM.version));
 
@@ -390,7 +390,7 @@ fn relay_folds_thin_deltas_for_a_child_behind() {
     let mut newest = whole(&relay, ITEM.version, &image(1));
     for version in [2, 3] {
         let base = newest.version();
-        let slot = relay.partial_slot(0, Version(version), BLOCK as usize);
+        let slot = relay.partial_slot(0, Version(version), BLOCK_BYTES as usize);
         let slot = slot.unwrap().unwrap();
         let recorded = Arc::new(Delta::new(base, Version(version), slot.layout()));
         ring.put(0, recorded.clone(), BYTES as u64);

@@ -27,14 +27,14 @@ fn serving(runtime: &tokio::runtime::Runtime, snapshot: Snapshot) -> SocketAddr 
 
 /// The image whose blocks [`block`] makes.
 fn image() -> Vec<u8> {
-    let blocks = (0..BLOCKS).map(|index| vec![index as u8; BLOCK as usize]);
+    let blocks = (0..BLOCKS).map(|index| vec![index as u8; BLOCK_BYTES as usize]);
     blocks.collect::<Vec<_>>().concat()
 }
 
 /// What a relay sends that changes this block, with the checksum of what it sends.
 fn lie(about: u32) -> Vec<u8> {
     let blocks = (0..BLOCKS).map(|index| {
-        let mut bytes = vec![index as u8; BLOCK as usize];
+        let mut bytes = vec![index as u8; BLOCK_BYTES as usize];
         if index == about {
             bytes[4711] ^= 1;
         }
@@ -45,7 +45,7 @@ fn lie(about: u32) -> Vec<u8> {
 
 /// What a sender of [`image`] tells.
 fn told() -> Vec<u8> {
-    let of = |index: u32| blake3::hash(&vec![index as u8; BLOCK as usize]);
+    let of = |index: u32| blake3::hash(&vec![index as u8; BLOCK_BYTES as usize]);
     let digests = (0..BLOCKS).flat_map(|index| *of(index).as_bytes());
     let digests = ToChild::Digests {
         digests: digests.collect(),
@@ -198,7 +198,7 @@ async fn quitter() -> SocketAddr {
             socket.read_exact(&mut header).await.unwrap();
             let header = FrameHeader::decode(&header, &[FrameKind::Bulk]).unwrap();
             socket.read_exact(&mut vec![0; header.len]).await.unwrap();
-            let block = block_of(0, &vec![0; BLOCK as usize]);
+            let block = block_of(0, &vec![0; BLOCK_BYTES as usize]);
             socket.write_all(&block).await.unwrap();
         });
     };
@@ -222,7 +222,7 @@ async fn idler() -> SocketAddr {
                 panic!("{payload:?}");
             };
             if wanted.ranges[0].first == 0 {
-                let altered = block_of(0, &vec![9; BLOCK as usize]);
+                let altered = block_of(0, &vec![9; BLOCK_BYTES as usize]);
                 let _ = socket.write_all(&altered).await;
             }
             let idle = ToChild::Idle.frame().unwrap();

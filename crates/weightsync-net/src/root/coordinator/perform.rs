@@ -12,7 +12,7 @@ use weightsync_mem::{
 };
 
 use super::{Coordinator, CoordinatorEvent};
-use crate::relay::Item;
+use crate::agent::Item;
 use crate::root::membership::MembershipWaiter;
 use crate::root::plan::{Mailbox, RootEffect, RootInput};
 use crate::root::scrub::OWN;

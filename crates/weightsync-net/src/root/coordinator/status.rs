@@ -6,7 +6,7 @@ use weightsync_core::RelayStatus;
 use weightsync_engine::SenderStatus;
 
 use super::Coordinator;
-use crate::relay::Item;
+use crate::agent::Item;
 use crate::status;
 
 impl Coordinator {

@@ -20,11 +20,11 @@ use weightsync_link::tls::TlsPeer;
 use weightsync_link::{Credentials, Link, LinkEnd};
 
 use super::CoordinatorEvent;
-use crate::relay::{Item, runtime};
+use crate::agent::{Item, runtime};
 use crate::root::listening::answer;
 use crate::scheme::Distributed;
 use crate::status;
-use crate::wire::image::BLOCK;
+use crate::wire::image::BLOCK_BYTES;
 use crate::wire::message::{
     BlockRange, Delivery, FromRoot, RefusalRemedy, ToParent, ToRoot, WantedBlocks, Welcome,
     WorkerInstance, WorkerJoin,
@@ -549,7 +549,7 @@ async fn stuck(info: &InitInfo, run: Run, version: u64) -> AsyncStream {
         base: None,
         ranges: vec![BlockRange {
             first: 0,
-            count: LARGE.div_ceil(BLOCK as usize) as u32,
+            count: LARGE.div_ceil(BLOCK_BYTES as usize) as u32,
         }],
     });
     socket.write_all(&fetch.frame().unwrap()).await.unwrap();

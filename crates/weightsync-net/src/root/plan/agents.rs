@@ -8,7 +8,7 @@ use weightsync_core::Epoch;
 
 use super::holdings::Holdings;
 use super::{RootEffect, RootPlan};
-use crate::relay::Item;
+use crate::agent::Item;
 use crate::root::membership::{AgentDeparture, HostProcess, LinkLoss};
 use crate::root::topology::{AgentEndpoint, AgentId, Assigned, LeftParent};
 use crate::wire::message::{FromRoot, RefusalRemedy};

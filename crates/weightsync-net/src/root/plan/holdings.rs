@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::relay::Item;
+use crate::agent::Item;
 use crate::wire::message::MAX_SLOTS;
 
 /// The versions that one agent reports to hold.

@@ -3,7 +3,7 @@
 use weightsync_core::digest::Digest;
 
 use super::{AgentRecord, RootEffect, RootPlan};
-use crate::relay::Item;
+use crate::agent::Item;
 use crate::root::scrub::{Checked, CopyVerdict, OWN, Round, ScrubRequests};
 use crate::root::topology::AgentId;
 use crate::scrub;

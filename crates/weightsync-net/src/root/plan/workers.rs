@@ -6,7 +6,7 @@ use weightsync_core::{Version, WorkerId};
 use weightsync_mem::{Delivery, Departure, WorkerInstance};
 
 use super::{RootEffect, RootPlan};
-use crate::relay::Item;
+use crate::agent::Item;
 use crate::root::membership::{HostProcess, JoinOutcome, LeaveOutcome, MembershipWaiter};
 use crate::root::topology::AgentId;
 use crate::wire::message::{FromRoot, WorkerJoin, WorkerProgress};

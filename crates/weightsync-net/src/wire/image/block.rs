@@ -3,7 +3,7 @@
 use weightsync_core::Version;
 use weightsync_link::frame::{BLOCK_HEAD_BYTES, FrameError, FrameKind, HEADER_BYTES, header};
 
-use super::{BLOCK, ImageError, MAX_MODELS, head_of, number};
+use super::{BLOCK_BYTES, ImageError, MAX_MODELS, head_of, number};
 
 /// The head of a block; the block's bytes follow its frame.
 ///
@@ -12,7 +12,7 @@ use super::{BLOCK, ImageError, MAX_MODELS, head_of, number};
 /// | 0 | model |
 /// | 1..8 | zeros |
 /// | 8..16 | version |
-/// | 16..20 | index of the block, which begins at `index` × [`BLOCK`] of the image |
+/// | 16..20 | index of the block, which begins at `index` × [`BLOCK_BYTES`] of the image |
 /// | 20..24 | bytes of the block |
 /// | 24..32 | CRC-64/NVME of these bytes |
 /// | 32..40 | bytes of the whole image |
@@ -24,7 +24,7 @@ pub struct BlockHead {
     pub version: Version,
     /// The index of the block in the image, from 0.
     pub index: u32,
-    /// How many bytes follow: [`BLOCK`], or the rest of the image.
+    /// How many bytes follow: [`BLOCK_BYTES`], or the rest of the image.
     pub bytes: u32,
     /// The checksum of the block.
     pub crc: u64,
@@ -35,7 +35,7 @@ pub struct BlockHead {
 impl BlockHead {
     /// Where the block begins in the image, in bytes.
     pub fn offset(&self) -> u64 {
-        u64::from(self.index) * u64::from(BLOCK)
+        u64::from(self.index) * u64::from(BLOCK_BYTES)
     }
 
     /// The whole frame, which is sent before the block's bytes.
@@ -111,8 +111,9 @@ impl BlockHead {
 
     fn is_possible(&self) -> bool {
         let left = self.image_bytes.checked_sub(self.offset());
-        let whole = left
-            .is_some_and(|left| left > 0 && u64::from(self.bytes) == left.min(u64::from(BLOCK)));
+        let whole = left.is_some_and(|left| {
+            left > 0 && u64::from(self.bytes) == left.min(u64::from(BLOCK_BYTES))
+        });
         whole && self.model < MAX_MODELS && !self.version.is_none()
     }
 }
@@ -123,6 +124,6 @@ impl BlockHead {
 ///
 /// [`ImageError::TooLarge`] if the image is over 4 PiB, so that an index does not fit 32 bits.
 pub fn blocks(image_bytes: u64) -> Result<u32, ImageError> {
-    let blocks = image_bytes.div_ceil(BLOCK.into());
+    let blocks = image_bytes.div_ceil(BLOCK_BYTES.into());
     u32::try_from(blocks).map_err(|_| ImageError::TooLarge { bytes: image_bytes })
 }

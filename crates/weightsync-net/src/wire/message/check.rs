@@ -6,7 +6,7 @@ use weightsync_mem::{Delivery, Want};
 
 use super::super::image::MAX_MODELS;
 use super::MAX_BOUND;
-use crate::relay::Item;
+use crate::agent::Item;
 
 pub(super) fn require(
     holds: bool,

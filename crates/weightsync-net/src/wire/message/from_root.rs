@@ -11,7 +11,7 @@ use super::super::image::MAX_MODELS;
 use super::check::{check_item, check_model, check_set, check_version, require};
 use super::model::ModelAssembler;
 use super::{MAX_ADDRESS, MAX_KNOWN, MAX_NOTIFIED, MAX_PART, MAX_SLOTS, MAX_TEXT, fields};
-use crate::relay::Item;
+use crate::agent::Item;
 
 /// A message from a sender to an agent. The order of variants and fields is part of the format.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -10,7 +10,7 @@ use weightsync_mem::{Delivery, Want, WorkerInstance};
 
 use super::check::{check_delivery, check_item, check_items, check_set, check_want, require};
 use super::{MAX_DEVICE, MAX_HELD, MAX_PROGRESS, MAX_TEXT, fields};
-use crate::relay::Item;
+use crate::agent::Item;
 
 /// A message from an agent to its sender, about itself and the workers of its host. The order of
 /// variants and fields is part of the format.

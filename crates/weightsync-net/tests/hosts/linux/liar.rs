@@ -12,7 +12,7 @@ use weightsync_link::frame::FrameKind;
 use weightsync_link::hello::{HELLO_BYTES, LinkRole, Next, Protocols, ServerHandshake};
 use weightsync_link::message::Message;
 use weightsync_net::status;
-use weightsync_net::wire::image::{BLOCK, BlockHead};
+use weightsync_net::wire::image::{BLOCK_BYTES, BlockHead};
 use weightsync_net::wire::message::{FromRoot, ToChild, ToParent, ToRoot};
 
 use super::attacks::{let_in, read_frame};
@@ -175,7 +175,7 @@ fn serve(mut socket: TcpStream, bytes: u64) -> Result<(), Box<dyn std::error::Er
         };
         let ranges = wanted.ranges.iter();
         for index in ranges.flat_map(|range| range.first..range.first + range.count) {
-            let len = (bytes - u64::from(index) * u64::from(BLOCK)).min(BLOCK.into());
+            let len = (bytes - u64::from(index) * u64::from(BLOCK_BYTES)).min(BLOCK_BYTES.into());
             let block = vec![0xa5; len as usize];
             let head = BlockHead {
                 model: wanted.model,

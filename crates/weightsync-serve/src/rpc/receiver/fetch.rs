@@ -14,7 +14,7 @@ use super::inbox::{FetchedSet, Inbox};
 use super::joining::JoinedSender;
 use crate::http::{Ask, Fault};
 use crate::rpc::wire::{
-    Asked, BLOCK, Digits, MAX_BODY, Question, RpcProblem, SetPart, WantKind, max_set,
+    Asked, BLOCK_BYTES, Digits, MAX_BODY, Question, RpcProblem, SetPart, WantKind, max_set,
 };
 use crate::rpc::{PATIENCE, PROBE, SILENCE};
 
@@ -311,11 +311,11 @@ impl Partial {
         // A block is compared once it is whole. The last one ends with the version, and may be
         // shorter.
         while self.checked < self.at {
-            let end = (self.checked + BLOCK as usize).min(all.len());
+            let end = (self.checked + BLOCK_BYTES as usize).min(all.len());
             if end > self.at {
                 break;
             }
-            let block = self.checked / BLOCK as usize;
+            let block = self.checked / BLOCK_BYTES as usize;
             let (expected, got) = (part.crc64[block].0, crc64(&all[self.checked..end]));
             if expected != got {
                 // The damaged block is fetched again from its beginning. Everything before it

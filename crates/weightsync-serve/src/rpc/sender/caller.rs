@@ -15,7 +15,7 @@ use weightsync_simd::crc64;
 use super::workers::{ConnectionId, SharedSender, Uncounted};
 use crate::http::{Ask, Client, Fault, Lines};
 use crate::rpc::PATIENCE;
-use crate::rpc::wire::{BLOCK, Call, Crc, Digits, Notified, SetPart, cut, of_worker};
+use crate::rpc::wire::{BLOCK_BYTES, Call, Crc, Digits, Notified, SetPart, cut, of_worker};
 
 /// The pause before a failed call is repeated.
 const PAUSE: Duration = Duration::from_millis(200);
@@ -96,12 +96,12 @@ pub(super) fn part(snapshot: &Snapshot) -> SetPart {
     // The copy pass made these, for blocks of the same size.
     let sums = snapshot.block_sums().ok().flatten();
     // Without sums from the copy pass this reads the whole version on the serving thread.
-    let sums = sums.unwrap_or_else(|| bytes.chunks(BLOCK as usize).map(crc64).collect());
+    let sums = sums.unwrap_or_else(|| bytes.chunks(BLOCK_BYTES as usize).map(crc64).collect());
     SetPart {
         model: snapshot.model(),
         version: snapshot.version(),
         bytes: bytes.len() as u64,
-        chunk_bytes: BLOCK,
+        chunk_bytes: BLOCK_BYTES,
         crc64: sums.into_iter().map(Crc).collect(),
         digest: snapshot.published_digest(),
     }

@@ -183,7 +183,7 @@ fn messages_match_their_openapi_schemas() {
         model: 0,
         version: Version(1),
         bytes: 64,
-        chunk_bytes: BLOCK,
+        chunk_bytes: BLOCK_BYTES,
         crc64: vec![Crc(u64::MAX), Crc(1)],
         digest,
     };

@@ -5,8 +5,8 @@ use weightsync_link::hello::LinkRole;
 use weightsync_link::listen::accept_all;
 
 use super::{Driver, DriverEvent};
+use crate::agent::plan::PlanInput;
 use crate::bulk::{ServeEvent, Serving};
-use crate::relay::plan::PlanInput;
 
 impl Driver {
     /// Begins to serve relays below, of a sender with this many models.

@@ -1,7 +1,7 @@
-//! An agent performs what its [plan](crate::relay::plan) decides: every effect of the plan is here.
+//! An agent performs what its [plan](crate::agent::plan) decides: every effect of the plan is here.
 
 use super::Driver;
-use crate::relay::plan::{PlanEffect, PlanInput};
+use crate::agent::plan::{PlanEffect, PlanInput};
 use crate::wire::message::ToRoot;
 
 impl Driver {

@@ -15,12 +15,12 @@ use weightsync_link::refusal;
 use weightsync_mem::{Backoff, Error, PartialSlot, Snapshot};
 
 use super::{Driver, DriverEvent};
+use crate::agent::backoff;
+use crate::agent::plan::{Item, PlanInput};
 use crate::bulk::{
     BulkFetch, Delta, DeltaBase, FetchEnd, HeldVersion, MEASURABLE, Parent, RING, Transferred,
 };
-use crate::relay::backoff;
-use crate::relay::plan::{Item, PlanInput};
-use crate::wire::image::BLOCK;
+use crate::wire::image::BLOCK_BYTES;
 use crate::wire::message::ToRoot;
 
 /// How often the driver looks for room while there is none.
@@ -213,7 +213,7 @@ impl Driver {
     fn make_room(&mut self, item: Item) -> Result<(), PlanInput> {
         let slot = self
             .relay
-            .partial_slot(item.model, item.version, BLOCK as usize);
+            .partial_slot(item.model, item.version, BLOCK_BYTES as usize);
         let slot = match slot {
             Ok(Some(slot)) => slot,
             Ok(None) => return Err(PlanInput::NoRoom { item }),

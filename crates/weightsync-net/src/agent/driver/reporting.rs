@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering;
 use weightsync_mem::ReportedProgress;
 
 use super::Driver;
+use crate::agent::plan::Item;
 use crate::bulk::Transferred;
-use crate::relay::plan::Item;
 use crate::wire::message::{ToRoot, WorkerProgress};
 
 impl Driver {

@@ -10,9 +10,9 @@ use weightsync_link::stream::AsyncStream;
 use weightsync_mem::ModelDescription;
 
 use super::*;
+use crate::agent::plan::PlanInput;
+use crate::agent::{AgentAddress, runtime};
 use crate::bulk::{FetchEnd, Parent, Transferred};
-use crate::relay::plan::PlanInput;
-use crate::relay::{AgentAddress, runtime};
 use crate::wire::message::Welcome;
 
 const SECRET: [u8; 16] = [3; 16];

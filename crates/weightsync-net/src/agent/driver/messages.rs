@@ -4,8 +4,8 @@ use tokio::time::Instant;
 use weightsync_core::WorkerId;
 
 use super::{Driver, LINGER};
+use crate::agent::plan::{Item, PlanInput};
 use crate::bulk::Parent;
-use crate::relay::plan::{Item, PlanInput};
 use crate::wire::message::{FromRoot, ToRoot};
 
 impl Driver {

@@ -10,9 +10,9 @@ use weightsync_link::hello::HelloError;
 use weightsync_mem::Ending;
 
 use super::{Driver, DriverEvent};
+use crate::agent::join::{Before, dial, greet};
+use crate::agent::{EVENTS, StartError, Unreached, backoff};
 use crate::bulk::Connections;
-use crate::relay::join::{Before, dial, greet};
-use crate::relay::{EVENTS, StartError, Unreached, backoff};
 use crate::scheme::Distributed;
 
 impl Driver {

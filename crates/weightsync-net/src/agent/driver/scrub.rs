@@ -5,7 +5,7 @@ use std::fmt;
 use weightsync_core::digest::Digest;
 
 use super::{Driver, DriverEvent};
-use crate::relay::plan::{Item, PlanInput};
+use crate::agent::plan::{Item, PlanInput};
 use crate::wire::message::ToRoot;
 
 impl Driver {

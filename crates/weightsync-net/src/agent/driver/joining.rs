@@ -9,7 +9,7 @@ use weightsync_core::WorkerId;
 use weightsync_mem::{self as mem, WorkerInstance};
 
 use super::Driver;
-use crate::relay::plan::PlanInput;
+use crate::agent::plan::PlanInput;
 use crate::wire::message::{ToRoot, Want, WorkerJoin};
 
 /// The workers of this host.
