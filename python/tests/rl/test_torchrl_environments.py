@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 import warnings
@@ -28,7 +29,9 @@ from torchrl.envs import (  # noqa: E402
     InitTracker,
     SerialEnv,
     StepCounter,
+    TrajCounter,
     TransformedEnv,
+    VecNorm,
 )
 from torchrl.envs.utils import ExplorationType, exploration_type  # noqa: E402
 from torchrl.modules import OneHotCategorical, ProbabilisticActor, RandomPolicy  # noqa: E402
@@ -36,6 +39,7 @@ from torchrl.testing.mocking_classes import (  # noqa: E402
     ContinuousActionVecMockEnv,
     CountingBatchedEnv,
     CountingEnv,
+    HeterogeneousCountingEnv,
     NestedCountingEnv,
 )
 
@@ -174,6 +178,7 @@ def test_workers_parts_are_joined_in_the_shapes_of_the_table(
         assert len(collector) == 2
         batches = list(collector)
     assert [tuple(one.batch_size) for one in batches] == [sizes[cat_results]] * 2
+    assert all(one.names == [*[None] * (one.ndim - 1), "time"] for one in batches)
     ids = [one["collector", "traj_ids"] for one in batches]
     ends = [one["next", "done"].sum() for one in batches]
     rows = 2 * (batch[0] if batch else 1)
@@ -181,6 +186,135 @@ def test_workers_parts_are_joined_in_the_shapes_of_the_table(
     assert torch.cat([one.reshape(-1) for one in ids]).unique().numel() == rows + sum(ends) - sum(
         int(one["next", "done"].reshape(rows, -1)[:, -1].sum()) for one in batches[1:]
     )
+
+
+@pytest.mark.parametrize(("cat_results", "name"), [("stack", "time"), (0, None), (-1, "time")])
+def test_split_batches_of_workers_have_the_names_of_torchrl(cat_results: Any, name: str | None) -> None:
+    with rl.MultiSyncCollector(
+        [short] * 2, frames_per_batch=24, split_trajs=True, cat_results=cat_results, workers="threads"
+    ) as collector:
+        assert collector.next().names == [None, name]
+
+
+def of_several_shapes() -> Any:
+    return HeterogeneousCountingEnv(max_steps=3)
+
+
+def two_of_several_shapes() -> Any:
+    return SerialEnv(2, of_several_shapes)
+
+
+@pytest.mark.parametrize("make", [of_several_shapes, two_of_several_shapes])
+@pytest.mark.parametrize("use_buffers", [None, False])
+def test_frames_of_several_shapes_are_those_of_torchrl(make: Make, use_buffers: Any) -> None:
+    """The observations of such an environment cannot be one tensor."""
+    expected = batches_of(theirs.Collector, make, None, use_buffers=use_buffers)
+    got = batches_of(rl.Collector, make, None, use_buffers=use_buffers)
+    for ours, other in zip(got, expected, strict=True):
+        assert (ours.batch_size, ours.names) == (other.batch_size, other.names)
+        inner, known = ours["lazy"].unbind(-1), other["lazy"].unbind(-1)
+        for one, two in zip(inner, known, strict=True):
+            assert set(one.keys(True, True)) == set(two.keys(True, True))
+            assert all(torch.equal(one.get(key), two.get(key)) for key in one.keys(True, True))
+
+
+class Shows(torch.nn.Module):
+    """Acts at random, and shows its weight as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn_like(observation), self.weight.expand(*observation.shape[:-1], 1)
+
+
+def shows() -> TensorDictModule:
+    return TensorDictModule(Shows(), in_keys=["observation"], out_keys=["action", "shown"])
+
+
+def test_policy_that_shows_a_weight_acts_in_workers() -> None:
+    with rl.MultiSyncCollector(
+        [ContinuousActionVecMockEnv], shows(), frames_per_batch=4, total_frames=4, workers="threads"
+    ) as collector:
+        (batch,) = collector
+    assert not batch["shown"].requires_grad and (batch["shown"] == 1).all()
+
+
+@pytest.mark.parametrize("package", ["torchrl.weight_update", "weightsync.torchrl"])
+def test_scheme_that_sends_nothing_sends_the_first_weights_alone(package: str) -> None:
+    scheme = importlib.import_module(package).NoWeightSyncScheme()
+    policy = shows()
+    with rl.MultiSyncCollector(
+        [ContinuousActionVecMockEnv] * 2,
+        policy,
+        frames_per_batch=4,
+        weight_sync_schemes={"policy": scheme},
+        workers="threads",
+    ) as collector:
+        collector.next()
+        torch.nn.init.constant_(policy.module.weight, 5.0)
+        collector.update_policy_weights_()
+        assert (collector.next()["shown"] == 1).all()
+
+
+def counted_episodes() -> Any:
+    return TransformedEnv(short(), TrajCounter())
+
+
+def normalised() -> Any:
+    return TransformedEnv(cart_pole(), VecNorm(in_keys=["observation"]))
+
+
+def test_worker_processes_share_what_an_environments_creator_shares() -> None:
+    counts, sums = EnvCreator(counted_episodes), EnvCreator(normalised)
+    with rl.MultiSyncCollector([counts] * 2, frames_per_batch=40, total_frames=40) as collector:
+        (batch,) = collector
+    first, second = (set(one["traj_count"].flatten().tolist()) for one in batch)
+    # The first one is what both begin with, as in TorchRL.
+    assert first != second and first & second <= {1}
+    with rl.MultiSyncCollector([sums] * 2, frames_per_batch=40, total_frames=40) as collector:
+        list(collector)
+    assert sums.state_dict()["_extra_state"]["observation_count"] > 20
+
+
+def test_worker_processes_do_not_see_a_shared_policy_change() -> None:
+    policy = shows()
+    policy.share_memory()
+    with rl.MultiSyncCollector([ContinuousActionVecMockEnv], policy, frames_per_batch=4) as collector:
+        collector.next()
+        torch.nn.init.constant_(policy.module.weight, 5.0)
+        assert (collector.next()["shown"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    "envs",
+    [[cart_pole] * 2, [short] * 2, rl.SerialEnv(2, cart_pole), rl.ParallelEnv(2, cart_pole, context="fork")],
+)
+def test_batch_of_torchrl_environments_is_refused_by_name(envs: Any) -> None:
+    with pytest.raises(weightsync.SettingError, match=r"torchrl\.envs\.SerialEnv"):
+        rl.Collector(envs, frames_per_batch=4)
+
+
+def test_numbers_and_words_of_torchrl_are_taken() -> None:
+    given: Any = {"exploration_type": None, "max_frames_per_traj": 7.0, "init_random_frames": 8.0}
+    with rl.Collector(cart_pole, actor(), frames_per_batch=8, total_frames=16.0, **given) as collector:
+        assert len(collector) == 2 and collector.total_frames == 16
+        assert (collector.max_frames_per_traj, collector.init_random_frames) == (7, 8)
+        assert not collector.split_trajs and not collector.reset_at_each_iter
+        assert next(collector.iterator()).batch_size == (8,)
+    with rl.Collector(cart_pole, frames_per_batch=8, total_frames=float("inf")) as collector:
+        assert "total_frames" not in collector.stats()
+    with pytest.raises(weightsync.SettingError, match="max_frames_per_traj"):
+        rl.Collector(cart_pole, frames_per_batch=8, max_frames_per_traj=7.5)
+
+
+@pytest.mark.parametrize("kind", [rl.Collector, rl.MultiSyncCollector])
+def test_path_that_leads_nowhere_is_an_attribute_error(kind: Any) -> None:
+    several: Any = {} if kind is rl.Collector else {"workers": "threads"}
+    with kind([short], frames_per_batch=4, **several) as collector:
+        with pytest.raises(AttributeError, match="nothing"):
+            collector.get_distant_attr("env.nothing")
 
 
 def test_first_worker_done_gives_its_part() -> None:
@@ -503,6 +637,18 @@ def test_replay_buffer_of_torchrl_has_frames_of_gymnasium(kind: Any) -> None:
     # The frames of each worker follow one another.
     steps = buffer[:]["observation"][:8, 0].tolist()
     assert steps == [0.0, 1.0, 2.0, 3.0, 4.0, 0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", [rl.MultiSyncCollector, rl.MultiAsyncCollector])
+def test_replay_buffer_gets_frames_of_workers_that_are_not_split(kind: Any) -> None:
+    """As TorchRL's workers write them: rows of another length would not fit into the storage."""
+    buffer = ReplayBuffer(storage=LazyTensorStorage(256), batch_size=5)
+    with kind(
+        [cart_pole] * 2, frames_per_batch=32, total_frames=96, replay_buffer=buffer, split_trajs=True, workers="threads"
+    ) as collector:
+        for _ in collector:
+            pass
+    assert len(buffer) == 96 and buffer.sample().batch_size == (5,)
 
 
 def test_replay_buffer_gets_whole_trajectories_where_asked() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
+import math
 import operator
 import threading
 import warnings
@@ -124,7 +125,7 @@ class BaseCollector(Named, abc.ABC):
             raise WrongTypeError(f"the policy is a function or a torch module, got {policy!r}")
         self.policy = policy
         self.frames_per_batch = self.requested_frames_per_batch = frames_per_batch
-        self.total_frames = -1 if total_frames is None else total_frames
+        self.total_frames = _total(total_frames)
         self._init_random = init_random_frames or 0
         self.worker_idx = worker_idx
         self.extend_buffer = extend_buffer
@@ -173,6 +174,42 @@ class BaseCollector(Named, abc.ABC):
         """From here on the collector has to be closed."""
         self._closed = False
         _ends.opened(self)
+
+    # Under the names that TorchRL's collectors have them by, and its trainers read.
+
+    @property
+    def init_random_frames(self) -> int:
+        """So many frames have random actions first."""
+        return max(0, int(self._init_random))
+
+    @property
+    def max_frames_per_traj(self) -> int:
+        """An episode is truncated after so many frames; 0: never."""
+        return self._rules.max_frames_per_traj
+
+    @property
+    def reset_at_each_iter(self) -> bool:
+        """Whether each batch begins new episodes."""
+        return self._rules.reset_at_each_iter
+
+    @property
+    def split_trajs(self) -> bool:
+        """Whether batches are split into trajectories."""
+        return self._split
+
+    @property
+    def trajs_per_batch(self) -> int | None:
+        """How many whole trajectories a batch has; None: batches have a number of frames."""
+        return self._per_batch
+
+    @property
+    def set_truncated(self) -> bool:
+        """Whether the last frame of each batch is marked as truncated."""
+        return self._asked.set_truncated
+
+    def iterator(self) -> Iterator[Any]:
+        """The same as ``iter(collector)``."""
+        return iter(self)
 
     @property
     def frames(self) -> int:
@@ -346,7 +383,7 @@ class BaseCollector(Named, abc.ABC):
         result: Any = None
         # What goes into a replay buffer is each worker's own: the buffer's rows are frames of one.
         if is_stored and (self._is_tensordict or is_torchrl_buffer(self.replay_buffer)):
-            parts = [self._finished(one) for one in collected.parts]
+            parts = [self._finished(one, self._splits_parts) for one in collected.parts]
         else:
             result = self._finished(collected.value)
             parts = [result]
@@ -364,24 +401,34 @@ class BaseCollector(Named, abc.ABC):
             self._store(one)
         return None
 
-    def _finished(self, batch: Any) -> Any:
+    @property
+    def _names_rows(self) -> bool:
+        """Whether the rows of split batches are named, as they are by TorchRL's ``MultiSyncCollector``."""
+        return False
+
+    #: Whether parts are split that go into a replay buffer of TorchRL.
+    _splits_parts = True
+
+    def _finished(self, batch: Any, splits: bool = True) -> Any:
         """The batch in the form that its user asked for."""
         if self._is_tensordict:
-            return self._finished_tensordict(batch)
+            return self._finished_tensordict(batch, splits)
         result: Any = batch
         if self._return_type != "numpy":
             result = _to_torch(batch, self._storing_device)
-        if self._split:
+        if self._split and splits:
             result = split_trajectories(result)
         if self._return_type == "tensordict":
             result = result.to_tensordict()
         return result if self.postproc is None else self.postproc(result)
 
-    def _finished_tensordict(self, batch: Any) -> Any:
-        if self._split:
+    def _finished_tensordict(self, batch: Any, splits: bool = True) -> Any:
+        if self._split and splits:
             from torchrl.collectors.utils import split_trajectories as split
 
             batch = split(batch, prefix="collector")
+            if self._names_rows:
+                batch.names = [*[None] * (batch.ndim - 1), "time"]
         if self.postproc is not None:
             if batch.device is not None and hasattr(self.postproc, "to"):
                 self.postproc = self.postproc.to(batch.device) or self.postproc
@@ -690,10 +737,17 @@ def has_weights(policy: Any) -> bool:
     return hasattr(policy, "state_dict") and bool(policy.state_dict())
 
 
+def _total(frames: Any) -> int:
+    """How many frames a collector ends after; -1: it does not end."""
+    is_endless = frames is None or (isinstance(frames, float) and frames == math.inf)
+    return -1 if is_endless else whole("total_frames", frames)
+
+
 def whole(setting: str, value: Any) -> int:
-    """The whole number that a setting is."""
+    """The whole number that a setting is. ``1e6`` is one, too."""
     try:
-        return operator.index(value)
+        is_float = isinstance(value, float) and value.is_integer()
+        return int(value) if is_float else operator.index(value)
     except TypeError:
         raise SettingError(f"{setting}: expected a whole number, got {value!r}") from None
 

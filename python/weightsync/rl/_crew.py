@@ -20,11 +20,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing.context import get_spawning_popen, set_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from weightsync.errors import LifecycleError, WorkerError, WrongTypeError
+from weightsync.rl._terms import is_env_creator
 from weightsync.rl._worker import LONGEST, Guard, Link, Start, Worker, serve
 
 #: How long ended workers may take to leave.
@@ -275,21 +278,24 @@ class Process(_Local):
     process: subprocess.Popen[bytes]
 
     def __init__(self, start: Start) -> None:
-        settings = memory_file(_surroundings() + pickled(start))
-        super().__init__()
-        watched, self._lifeline = os.pipe()
-        try:
-            fds = (self.theirs.fileno(), watched, settings)
-            command = [sys.executable, "-P", "-c", _PROGRAM, *map(str, fds)]
-            self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
-        except BaseException:
-            os.close(self._lifeline)
-            self.link.close()
-            raise
-        finally:
-            self.theirs.close()
-            os.close(watched)
-            os.close(settings)
+        with _Handed() as handed:
+            settings = memory_file(_surroundings() + pickled(start, handed, start.policy))
+            super().__init__()
+            watched, self._lifeline = os.pipe()
+            try:
+                fds = (self.theirs.fileno(), watched, settings)
+                command = [sys.executable, "-P", "-c", _PROGRAM, *map(str, fds)]
+                self.process = subprocess.Popen(
+                    command, pass_fds=(*fds, *handed.fds), stdin=subprocess.DEVNULL
+                )
+            except BaseException:
+                os.close(self._lifeline)
+                self.link.close()
+                raise
+            finally:
+                self.theirs.close()
+                os.close(watched)
+                os.close(settings)
         try:
             self._pidfd = os.pidfd_open(self.process.pid)
         except BaseException:
@@ -440,26 +446,137 @@ def _close(members: list[Member | None], pid: int) -> None:
         members[:] = [None] * len(members)
 
 
-def pickled(value: Any) -> bytes:
-    """What a worker is started with, or is asked to call."""
-    try:
-        import cloudpickle
+class _Handed:
+    """What a worker process of this host has from its trainer, as one that :mod:`multiprocessing` starts
+    with ``spawn``: its locks, values and queues, and tensors in shared memory, such as those by which
+    an ``EnvCreator`` of TorchRL has all environments share their statistics.
 
-        data: bytes = cloudpickle.dumps(value)
-        return data
+    Attributes:
+        fds: descriptors that the process takes over, by the same numbers.
+    """
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+
+    def __enter__(self) -> _Handed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+    # What multiprocessing asks of the process that is being started.
+
+    def duplicate_for_child(self, fd: int) -> int:
+        # Of its own: whoever reads it there closes it.
+        self.fds.append(os.dup(fd))
+        return self.fds[-1]
+
+    @staticmethod
+    def DupFd(fd: int) -> _Taken:  # noqa: N802
+        return _Taken(fd)
+
+
+class _Taken:
+    """A descriptor that a process has taken over."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def detach(self) -> int:
+        return self._fd
+
+
+def pickled(value: Any, handed: _Handed | None = None, policy: Any = None) -> bytes:
+    """What a worker is started with, or is asked to call.
+
+    Args:
+        handed: what a process is handed over that starts now; None: all that travels is copied.
+        policy: its weights are copied, also those in shared memory: nothing is seen before it is sent.
+    """
+    try:
+        from cloudpickle import Pickler
     except ImportError:
-        try:
-            return pickle.dumps(value)
-        except Exception as error:
-            raise WrongTypeError(
-                f"the worker's environment or policy cannot be pickled ({error}): install "
-                "cloudpickle, which takes functions and classes of any kind"
-            ) from error
+        Pickler = None  # noqa: N806
+    out = io.BytesIO()
+    try:
+        with _spawning(handed):
+            _pickler(Pickler or pickle.Pickler, handed, policy)(out).dump(value)
+        return out.getvalue()
     except Exception as error:
+        advice = (
+            "give a function that makes it in the worker, as the environment or as policy_factory"
+            if Pickler is not None
+            else "install cloudpickle, which takes functions and classes of any kind"
+        )
         raise WrongTypeError(
-            f"the worker's environment or policy cannot be pickled ({error}): give a function that "
-            "makes it in the worker, as the environment or as policy_factory"
+            f"the worker's environment or policy cannot be pickled ({error}): {advice}"
         ) from error
+
+
+def _share(state: Any) -> None:
+    """Puts the tensors of a state into memory that processes share, as multiprocessing does."""
+    if hasattr(state, "share_memory_"):
+        state.share_memory_()
+    elif isinstance(state, Mapping):
+        for one in state.values():
+            _share(one)
+
+
+@contextlib.contextmanager
+def _spawning(handed: _Handed | None) -> Iterator[None]:
+    """Lets this thread pickle what multiprocessing shares with a process that it starts."""
+    if handed is None:
+        yield
+        return
+    before = get_spawning_popen()
+    set_spawning_popen(handed)
+    try:
+        yield
+    finally:
+        set_spawning_popen(before)
+
+
+def _pickler(base: Any, handed: _Handed | None, policy: Any) -> Any:
+    """The class that pickles: where something is handed over, with what multiprocessing knows of it."""
+    if handed is None:
+        return base
+    torch = sys.modules.get("torch")
+
+    def memory_of(value: Any) -> Any:
+        """Where a tensor lies; None for what is none."""
+        if torch is None:
+            return None
+        if isinstance(value, torch.Tensor):
+            return value.untyped_storage()
+        if isinstance(value, torch.storage.TypedStorage):
+            return value._untyped_storage
+        return value if isinstance(value, torch.UntypedStorage) else None
+
+    own: set[int] = set()
+    if torch is not None and isinstance(policy, torch.nn.Module):
+        own = {memory_of(one).data_ptr() for one in (*policy.parameters(), *policy.buffers())}
+
+    def is_shared(value: Any) -> bool:
+        memory = memory_of(value)
+        if memory is None:
+            return True
+        return memory.device.type == "cpu" and memory.is_shared() and memory.data_ptr() not in own
+
+    class Sharing(base):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            kind = type(value)
+            if is_env_creator(value):
+                _share(value.state_dict())
+            reduce = ForkingPickler._extra_reducers.get(kind)
+            # Functions are for the base, and TensorDicts are made of tensors.
+            is_other = kind.__module__ in ("builtins", "functools") or hasattr(kind, "batch_size")
+            if reduce is not None and not is_other and is_shared(value):
+                return reduce(value)
+            inherited = getattr(super(), "reducer_override", None)
+            return NotImplemented if inherited is None else inherited(value)
+
+    return Sharing
 
 
 def _surroundings() -> bytes:

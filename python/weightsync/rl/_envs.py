@@ -113,7 +113,9 @@ class _Apart:
             # Ctrl-C reaches every process of the terminal. The collector ends its environments.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._lifeline.end_with()
-        return self._make()
+        made = self._make()
+        _refuse_torchrl(made)
+        return made
 
 
 class _Make:
@@ -313,6 +315,7 @@ class _Serial(Envs):
 
     def __init__(self, envs: list[Any], is_batched: bool) -> None:
         for env in envs:
+            _refuse_torchrl(env)
             if isinstance(env, Envs) or not hasattr(env, "step") or not hasattr(env, "reset"):
                 raise WrongTypeError(f"expected a Gymnasium environment, the factory made {env!r}")
         self.envs = envs
@@ -444,6 +447,19 @@ class _Parallel(_Vector):
         with contextlib.suppress(Exception):
             # It finds that they have ended.
             self.env.close(terminate=True)
+
+
+def _refuse_torchrl(made: Any) -> None:
+    """Refuses an environment of TorchRL inside a batch: that of Gymnasium below it shows another form.
+
+    Raises:
+        SettingError: naming the batches of TorchRL.
+    """
+    if is_torchrl_env(made):
+        raise SettingError(
+            f"a batch of weightsync.rl is of Gymnasium's environments, and one of them is TorchRL's, {made!r}: "
+            "make the batch with torchrl.envs.SerialEnv or ParallelEnv"
+        )
 
 
 def _columns_of(prefix: Key, space: Any) -> Iterable[Column]:

@@ -255,6 +255,9 @@ class MultiCollector(BaseCollector):
     #: Ends the parts of workers that are late, where the threshold is less than 1.
     interruptor: Interruptor | None = None
 
+    #: As in TorchRL, whose workers write frames into the buffer, and do not split them.
+    _splits_parts = False
+
     def _set_threshold(self, threshold: float | None) -> None:
         self.preemptive_threshold = 1.0 if threshold is None else float(threshold)
         if not 0.0 <= self.preemptive_threshold <= 1.0:

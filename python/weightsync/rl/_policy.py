@@ -28,7 +28,9 @@ LOG_PROB: Key = ("action_log_prob",)
 
 
 def exploration(value: Any) -> Exploration:
-    """The exploration type of a word, or of TorchRL's enum."""
+    """The exploration type of a word, or of TorchRL's enum; None: random, as in TorchRL."""
+    if value is None:
+        return "random"
     name = str(getattr(value, "name", value)).lower()
     if name not in ("random", "mode", "mean", "deterministic"):
         raise SettingError(

@@ -33,11 +33,15 @@ def engine_scheme(schemes: Mapping[str, Any]) -> tuple[Scheme | str, bool]:
 def _engine_scheme(scheme: Any) -> Scheme | str:
     if isinstance(scheme, (Scheme, str)):
         return scheme
+    kinds = {kind.__name__: kind.__module__.split(".")[0] for kind in type(scheme).__mro__}
+    if kinds.get("NoWeightSyncScheme") in ("torchrl", "weightsync"):
+        # That of this package has an engine's scheme for the first weights.
+        return "none"
     if isinstance(own := getattr(scheme, "_scheme", None), Scheme):
         return own
-    for kind in type(scheme).__mro__:
-        if kind.__name__ in _OF_TORCHRL and kind.__module__.startswith("torchrl."):
-            return _OF_TORCHRL[kind.__name__]
+    for name, word in _OF_TORCHRL.items():
+        if kinds.get(name) == "torchrl":
+            return word
     raise UnsupportedError(
         f"weight_sync_schemes: a {type(scheme).__name__} cannot be used in these workers: give "
         "SharedMemWeightSyncScheme or MultiProcessWeightSyncScheme, or a scheme of weightsync such as "

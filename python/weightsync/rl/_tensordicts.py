@@ -540,7 +540,7 @@ class TensorDictRollout(Named):
 
     def _stack(self, frames: Sequence[TensorDictBase], into: TensorDictBase) -> None:
         """Puts these frames one after the other."""
-        missing = [key for key in self._policy_keys if frames[0].get(key, None) is None]
+        missing = [key for key in self._policy_keys if not _tensors(frames[0], key)]
         if missing:
             # Random actions: what else the policy returns is zero, and not what was there before.
             into.select(*missing, strict=False).zero_()
@@ -581,6 +581,7 @@ class TensorDictRollout(Named):
             self.storing_device = torch.device("cpu")
         return form
 
+    @torch.no_grad()
     def write(self, form: Form, out: Mapping[Key, np.ndarray], is_random: bool) -> tuple[int, Any]:
         """Collects a batch into columns shaped ``[P, steps, *shape]``.
 
@@ -767,11 +768,25 @@ def _repeated(env: EnvBase) -> tuple[Key, ...]:
 
 def _is_new(key: Any, answer: Any, given: Any, before: Any) -> bool:
     """Whether the policy has written this key."""
-    value, was = answer.get(key), given.get(key, None)
-    if was is None or value is not was:
+    was, earlier = _tensors(given, key), _tensors(before, key)
+    values = _tensors(answer, key)
+    if len(values) != len(was):
         return True
-    earlier = before.get(key)
-    return bool(value.shape != earlier.shape or not torch.equal(value, earlier))
+    return any(
+        value is not one or value.shape != old.shape or not torch.equal(value, old)
+        for value, one, old in zip(values, was, earlier, strict=True)
+    )
+
+
+def _tensors(values: Any, key: Any) -> list[Any]:
+    """What is under a key: one value, or those of a stack whose shapes differ; none if there is no key."""
+    try:
+        value = values.get(key, None)
+    except RuntimeError:
+        value = values.get(key, None, as_list=True)
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 def _has_words(template: TensorDictBase) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from weightsync import _paths
-from weightsync.errors import SettingError, WrongTypeError
+from weightsync.errors import ModelError, SettingError, WrongTypeError
 
 
 class SettingTypeError(SettingError, WrongTypeError):
@@ -90,16 +90,31 @@ def refuse_for_arrays(name: str, value: Any) -> None:
     )
 
 
+class MissingAttributeError(AttributeError, ModelError):
+    """A path that leads nowhere, which TorchRL tells with an ``AttributeError``."""
+
+
+def _found(root: Any, path: str) -> Any:
+    try:
+        return _paths.resolve(root, path)
+    except ModelError as error:
+        raise MissingAttributeError(str(error)) from error
+
+
 class Named:
     """What can be asked by the path of its name, also from another process."""
 
     def get_distant_attr(self, attr: str) -> Any:
-        """What lies at a path from here on, such as ``"env.batch_size"``."""
-        return _paths.resolve(self, attr)
+        """What lies at a path from here on, such as ``"env.batch_size"``.
+
+        Raises:
+            AttributeError: naming the part that does not exist.
+        """
+        return _found(self, attr)
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Calls what lies at a path; returns it where it cannot be called."""
-        found = _paths.resolve(self, attr_path)
+        found = _found(self, attr_path)
         if callable(found):
             return found(*args, **kwargs)
         if args or kwargs:
@@ -119,6 +134,11 @@ def each_of(values: Any, count: int, name: str) -> list[Any]:
 def is_torchrl_env(made: Any) -> bool:
     """Whether this is an environment of TorchRL. One that exists has imported TorchRL."""
     return _is(made, "torchrl.envs", "EnvBase")
+
+
+def is_env_creator(value: Any) -> bool:
+    """Whether this is what TorchRL makes environments with that share a state."""
+    return _is(value, "torchrl.envs", "EnvCreator")
 
 
 def is_torchrl_buffer(buffer: Any) -> bool:

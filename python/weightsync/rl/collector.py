@@ -200,6 +200,21 @@ class Collector(BaseCollector):
         return self._rollout.policy_version if self._is_tensordict else None
 
     @property
+    def policy_device(self) -> Any:
+        """Where the policy acts; None: where it is."""
+        return self._rollout.policy_device if self._is_tensordict else self._policy_device
+
+    @property
+    def storing_device(self) -> Any:
+        """Where batches are put; None: where they come about."""
+        return self._rollout.storing_device if self._is_tensordict else self._storing_device
+
+    @property
+    def env_device(self) -> Any:
+        """Where an environment of TorchRL is; None for others."""
+        return self._rollout.env_device if self._is_tensordict else None
+
+    @property
     def _use_buffers(self) -> bool:
         return bool(self._is_tensordict and self._rollout.use_buffers)
 
@@ -322,8 +337,8 @@ class Collector(BaseCollector):
         count = taken * rollout.num_envs
         return Collected(batch, count, rollout.versions, parts=[batch])
 
-    def _finished_tensordict(self, batch: Any) -> Any:
-        batch = super()._finished_tensordict(batch)
+    def _finished_tensordict(self, batch: Any, splits: bool = True) -> Any:
+        batch = super()._finished_tensordict(batch, splits)
         if self.post_collect_hook is not None:
             self.post_collect_hook(batch)
         return batch

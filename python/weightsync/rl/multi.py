@@ -82,6 +82,10 @@ class MultiSyncCollector(MultiCollector):
             return self._each[worker_idx]
         return -(-self.frames_per_batch // self.num_workers)
 
+    @property
+    def _names_rows(self) -> bool:
+        return self.cat_results in ("stack", -1)
+
     def _array_steps(self) -> int:
         return steps_of(self.frames_per_batch, len(self._seats) * self._envs)
 
@@ -178,8 +182,7 @@ class MultiSyncCollector(MultiCollector):
             size = (*batch, workers * steps)
         result = self._form.tensordict(views, size)
         self._mark(result)
-        if self.cat_results in ("stack", -1) or not batch:
-            result.names = [*[None] * (result.ndim - 1), "time"]
+        result.names = [*[None] * (result.ndim - 1), "time"]
         return result
 
     def _put_together(self, frames: list[Any], parts: list[Part]) -> Any:
