@@ -119,3 +119,35 @@ def test_ctrl_c_leaves_parallel_environments_usable() -> None:
 def test_parallel_environment_takes_no_made_one() -> None:
     with pytest.raises(weightsync.SettingError, match="give functions"):
         rl.ParallelEnv(1, Counting())
+
+
+REGISTERS = """
+import gymnasium, numpy as np
+from weightsync import rl
+
+class Mine(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 9, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, frameskip=1): pass
+    def reset(self, *, seed=None, options=None): return np.full(2, 7, np.float32), {}
+    def step(self, action): return np.full(2, 7, np.float32), 1.0, False, False, {}
+
+gymnasium.register("Unused-v0", entry_point=lambda lock=__import__("threading").Lock(): None)
+gymnasium.register("Mine-v0", entry_point=Mine)
+gymnasium.register("Named-v0", entry_point="__main__:Mine")
+
+def torchrl():
+    from torchrl.envs import GymEnv
+    return GymEnv("Mine-v0")
+
+for make in (lambda: gymnasium.make("Mine-v0"), lambda: gymnasium.make("Named-v0"), torchrl):
+    collector = rl.MultiSyncCollector([make], None, frames_per_batch=4)
+    print(collector.next()["observation"].ravel()[:2].tolist())
+    collector.shutdown()
+"""
+
+
+def test_workers_know_environments_that_the_program_registers() -> None:
+    ended = subprocess.run([sys.executable, "-c", REGISTERS], capture_output=True, text=True)
+    assert ended.stdout == "[7.0, 7.0]\n" * 3, ended.stderr

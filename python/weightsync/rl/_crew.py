@@ -279,7 +279,7 @@ class Process(_Local):
 
     def __init__(self, start: Start) -> None:
         with _Handed() as handed:
-            settings = memory_file(_surroundings() + pickled(start, handed, start.policy))
+            settings = memory_file(_surroundings() + given_to_worker(start, handed, start.policy))
             super().__init__()
             watched, self._lifeline = os.pipe()
             try:
@@ -512,6 +512,34 @@ def pickled(value: Any, handed: _Handed | None = None, policy: Any = None) -> by
         raise WrongTypeError(
             f"the worker's environment or policy cannot be pickled ({error}): {advice}"
         ) from error
+
+
+def given_to_worker(start: Start, handed: _Handed | None = None, policy: Any = None) -> bytes:
+    """What a worker reads first: the environments that this program registered, then its start."""
+    return pickle.dumps(_registered()) + pickled(start, handed, policy)
+
+
+def _registered() -> list[bytes]:
+    """What this program, or a package that it imports, has registered with Gymnasium, one by one.
+
+    A worker does not run the main module, where programs do so.
+    """
+    gymnasium = sys.modules.get("gymnasium")
+    found = []
+    for spec in [] if gymnasium is None else list(gymnasium.registry.values()):
+        creator = spec.entry_point
+        module = creator if isinstance(creator, str) else getattr(creator, "__module__", "")
+        if module.startswith("gymnasium."):
+            # Its own.
+            continue
+        if isinstance(creator, str) and creator.startswith("__main__:"):
+            # No module of a worker has this name: the class itself travels.
+            spec = copy.copy(spec)
+            spec.entry_point = getattr(sys.modules["__main__"], creator.partition(":")[2], creator)
+        # One that cannot travel is missed where it is made, by its name.
+        with contextlib.suppress(WrongTypeError):
+            found.append(pickled(spec))
+    return found
 
 
 def _share(state: Any) -> None:

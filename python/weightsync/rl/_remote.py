@@ -32,7 +32,7 @@ from weightsync.rl._columns import (
     Key,
     Layout,
 )
-from weightsync.rl._crew import Member, how_ended, pickled
+from weightsync.rl._crew import Member, given_to_worker, how_ended
 from weightsync.rl._worker import Start, same_program
 
 #: What a worker of this host runs. It has to find the modules that the trainer imported.
@@ -125,7 +125,7 @@ class Hosts:
     def begin(self, start: Start) -> Remote:
         """Starts a worker, or waits for one to join."""
         header = json.dumps(same_program()).encode() + b"\n"
-        settings = header + pickled(start)
+        settings = header + given_to_worker(start)
         if self._template is None:
             return Remote(self._port.open(start.worker, None, settings), None, "")
         ticket = secrets.randbits(63)

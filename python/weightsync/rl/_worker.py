@@ -396,9 +396,23 @@ def main(link_fd: int, lifeline: int, settings: BinaryIO) -> int:
         return work(Link(socket.socket(fileno=link_fd)), settings, Worker)
 
 
+def _register(pickled: list[bytes]) -> None:
+    """Registers the trainer's environments with Gymnasium. Those that are known here stay."""
+    if pickled:
+        import gymnasium
+
+        for one in pickled:
+            # What cannot be read here is missed by its name, if it is made at all.
+            with contextlib.suppress(Exception):
+                spec = pickle.loads(one)
+                gymnasium.registry.setdefault(spec.id, spec)
+
+
 def work(link: Hearing, settings: BinaryIO, make: Callable[[Start], Worker]) -> int:
     """Reads what a worker process is started with, and works; returns the exit code."""
     try:
+        # First: an environment may be made while it is read.
+        _register(pickle.load(settings))
         start: Start = pickle.load(settings)
     except BaseException:
         words = "cannot read its environment and policy:\n" + traceback.format_exc()
