@@ -468,7 +468,7 @@ class _Handed:
     # What multiprocessing asks of the process that is being started.
 
     def duplicate_for_child(self, fd: int) -> int:
-        # Of its own: whoever reads it there closes it.
+        # A copy, which the worker closes once it has read it.
         self.fds.append(os.dup(fd))
         return self.fds[-1]
 
