@@ -101,7 +101,10 @@ class Receiver(Receiving):
         return _by_name(self._pulled(version, at_least, model, timeout))
 
     def latest(self) -> Snapshot | None:
-        """The newest version at once, also if this worker has had it; None before the first."""
+        """The newest version at once, also if this worker has had it.
+
+        None before the first, or while the memory of the newest is still on its way to this process.
+        """
         self._only("latest", "latest_set")
         return _one(self._session.latest())
 
