@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from operator import methodcaller
 from typing import Any
 
 from weightsync import _dtypes
@@ -23,6 +24,10 @@ def storage_of(tensor: Any) -> int:
         return 0
 
 
+#: Whether a torch tensor's memory has the negative of its values.
+is_negative = methodcaller("is_neg")
+
+
 def in_order(tensor: Any) -> Any:
     """The values of a dense torch tensor, row-major: the tensor's own memory where that has them so, and
     else a copy. The memory of a conjugate or negative view has other values."""
@@ -30,7 +35,7 @@ def in_order(tensor: Any) -> Any:
 
 
 def flat_bytes(tensor: Any) -> Any:
-    """The same as bytes: backends know few dtypes, and all know bytes."""
+    """The values of a dense tensor as bytes: backends know few dtypes, and all know bytes."""
     return bytes_in_order(in_order(tensor))
 
 
@@ -111,4 +116,7 @@ class Rooms:
         return True
 
     def _are_negative(self) -> list[bool]:
-        return [tensor.is_neg() for tensor in self._tensors]
+        # Mostly none is, and then this is one quick loop: each send and each load asks.
+        if not any(map(is_negative, self._tensors)):
+            return []
+        return [is_negative(tensor) for tensor in self._tensors]

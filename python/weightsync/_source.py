@@ -13,7 +13,7 @@ from typing import Any
 
 from weightsync import _dtypes, _extra
 from weightsync._gpu import Staging
-from weightsync._memory import Rooms, has_address, in_order, is_hollow
+from weightsync._memory import Rooms, has_address, in_order, is_hollow, is_negative
 from weightsync._native import Mapping as NativeMapping
 from weightsync._native import Source as NativeSource
 from weightsync._native import Tensors
@@ -116,7 +116,7 @@ class Source:
         self._held = of_torch if any(one.nbytes >= _LARGE for one in of_torch) else []
         self._hold_memory()
         odd = any(_may_be_odd(tensor) for tensor in tensors)
-        self._has_odd = any(one.is_neg() or not _dtypes.has_strides(one) for one in of_torch)
+        self._has_odd = any(map(is_negative, of_torch)) or not all(map(_dtypes.has_strides, of_torch))
         addresses, strides = _addresses(tensors, self._kept, odd, self._staging)
         self._native.place(addresses, strides, states)
         # Tensors that exist for this send alone, such as slices, must outlive the send.
@@ -467,8 +467,7 @@ def _lasting(tensor: Any) -> Any:
 def _may_be_odd(tensor: Any) -> bool:
     """Whether a tensor's memory may have the conjugate, or the negative, of its values.
 
-    Such a tensor can be contiguous. To ask each tensor at each send would cost more than all
-    other checks.
+    Such a tensor can be contiguous.
     """
     return _dtypes.is_tensor(tensor) and (tensor.is_complex() or tensor.is_neg())
 

@@ -518,7 +518,8 @@ pub fn replace(
 ///
 /// # Errors
 ///
-/// [`ErrorKind::AlreadyExists`] if something has that name; those of the system, and of `write`.
+/// [`ErrorKind::AlreadyExists`] if a file has that name, [`ErrorKind::InvalidData`] if it is, or leads
+/// to, what is no regular file; those of the system, and of `write`.
 pub fn create(
     path: &Path,
     mode: u32,

@@ -106,7 +106,8 @@ pub fn spawn_scoped<'scope, T: Send + 'scope>(
 pub fn run_apart<T: Send>(name: &str, input: T, work: impl FnOnce(T) + Send) -> Option<T> {
     let input = Mutex::new(Some(input));
     let take = || {
-        if let Some(input) = input.locked().take() {
+        let taken = input.locked().take();
+        if let Some(input) = taken {
             work(input);
         }
     };

@@ -54,7 +54,7 @@ pub fn valid_words() -> [&'static [u8]; 5] {
         br#"{"pid":1,"host":"a","run":{"epoch":1,"id":"00000000000000000000000000000000"},"secret":[0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0],"models":[]}"#,
         br#"{"worker":1,"pid":1,"device":"cpu","run":{"epoch":1,"id":"00000000000000000000000000000000"},"wanted":[0]}"#,
         br#"{"staged":1,"applied":1,"versions":[1],"refused":[1,"why"],"asks":["policy",2],"rejected":null}"#,
-        br#"{"store":"/s","model":"policy","version":1,"digest":"00000000000000000000000000000000","files":["a"]}"#,
+        br#"{"store":"/s","model":"policy","version":1,"digest":"00000000000000000000000000000000","files":{"a":{"bytes":1,"modified":2}}}"#,
         b"{\"id\":\"0\",\"count\":1,\"left\":false,\"before\":[\"1\",true]}\nabout",
     ]
 }

@@ -38,7 +38,7 @@ mod threads;
 mod writer;
 
 pub use self::address::Address;
-pub use self::checkpoint::{Checkpoint, PULL_MARK, Pulled, PushOptions, Pushed};
+pub use self::checkpoint::{Checkpoint, Pulled, PushOptions, Pushed};
 pub use self::error::{DAMAGE_TARGET, Damage, Result, StoreError};
 pub use self::pieces::{Comparison, StoredWeights};
 pub use self::progress::Work;

@@ -159,7 +159,7 @@ def test_remote_engine_has_each_version(server: Server, checkpoint: Path, tmp_pa
     assert list(folders.iterdir()) == []
 
 
-@pytest.mark.parametrize("end", ["drop", "exit", "restart"])
+@pytest.mark.parametrize("end", ["drop", "exit", "restart", "load"])
 def test_forked_process_keeps_the_engines_folders(tmp_path: Path, end: str) -> None:
     program = f"""
 import gc, os, sys
@@ -174,6 +174,13 @@ if (child := os.fork()) == 0:
     elif {end!r} == "drop":
         del remote
         gc.collect()
+    elif {end!r} == "load":
+        # Its versions lie in a folder of its own, and each goes with the next one.
+        for name in ("v2", "v3"):
+            own = remote._folders.new(name)
+            remote._folders.keep(own)
+        assert own.parent != kept.parent and list(own.parent.iterdir()) == [own]
+        sys.exit()
     else:
         sys.exit()
     os._exit(0)

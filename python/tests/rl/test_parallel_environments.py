@@ -121,9 +121,8 @@ def test_parallel_environment_takes_no_made_one() -> None:
         rl.ParallelEnv(1, Counting())
 
 
-REGISTERS = """
+MINE = """
 import gymnasium, numpy as np
-from weightsync import rl
 
 class Mine(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(0, 9, (2,), np.float32)
@@ -132,8 +131,17 @@ class Mine(gymnasium.Env):
     def __init__(self, frameskip=1): pass
     def reset(self, *, seed=None, options=None): return np.full(2, 7, np.float32), {}
     def step(self, action): return np.full(2, 7, np.float32), 1.0, False, False, {}
+"""
+
+REGISTERS = """
+from weightsync import rl
+
+class Nameless:
+    __module__ = None
+    def __call__(self): return None
 
 gymnasium.register("Unused-v0", entry_point=lambda lock=__import__("threading").Lock(): None)
+gymnasium.register("Nameless-v0", entry_point=Nameless())
 gymnasium.register("Mine-v0", entry_point=Mine)
 gymnasium.register("Named-v0", entry_point="__main__:Mine")
 
@@ -141,13 +149,23 @@ def torchrl():
     from torchrl.envs import GymEnv
     return GymEnv("Mine-v0")
 
-for make in (lambda: gymnasium.make("Mine-v0"), lambda: gymnasium.make("Named-v0"), torchrl):
+def packaged():
+    import registers_itself
+    return gymnasium.make("Packaged-v0")
+
+import registers_itself
+makers = (lambda: gymnasium.make("Mine-v0"), lambda: gymnasium.make("Named-v0"), packaged, torchrl)
+for make in makers:
     collector = rl.MultiSyncCollector([make], None, frames_per_batch=4)
     print(collector.next()["observation"].ravel()[:2].tolist())
     collector.shutdown()
 """
 
 
-def test_workers_know_environments_that_the_program_registers() -> None:
-    ended = subprocess.run([sys.executable, "-c", REGISTERS], capture_output=True, text=True)
-    assert ended.stdout == "[7.0, 7.0]\n" * 3, ended.stderr
+def test_workers_know_environments_that_the_program_registers(tmp_path: Path) -> None:
+    package = f'{MINE}\ngymnasium.register("Packaged-v0", entry_point=Mine)\n'
+    (tmp_path / "registers_itself.py").write_text(package)
+    program = f"import sys; sys.path.append({str(tmp_path)!r})\n{MINE}{REGISTERS}"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.stdout == "[7.0, 7.0]\n" * 4, ended.stderr
+    assert "Overriding" not in ended.stderr

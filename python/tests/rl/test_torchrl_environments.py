@@ -278,10 +278,16 @@ def test_worker_processes_share_what_an_environments_creator_shares() -> None:
     assert sums.state_dict()["_extra_state"]["observation_count"] > 20
 
 
-def test_worker_processes_do_not_see_a_shared_policy_change() -> None:
+@pytest.mark.parametrize("how", ["module", "function", "factory"])
+def test_worker_processes_do_not_see_a_shared_policy_change(how: str) -> None:
     policy = shows()
     policy.share_memory()
-    with rl.MultiSyncCollector([ContinuousActionVecMockEnv], policy, frames_per_batch=4) as collector:
+    given: dict[str, Any] = {
+        "module": {"policy": policy},
+        "function": {"policy": lambda frames: policy(frames)},
+        "factory": {"policy_factory": lambda: policy},
+    }[how]
+    with rl.MultiSyncCollector([ContinuousActionVecMockEnv], frames_per_batch=4, **given) as collector:
         collector.next()
         torch.nn.init.constant_(policy.module.weight, 5.0)
         assert (collector.next()["shown"] == 1).all()

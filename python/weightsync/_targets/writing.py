@@ -55,8 +55,8 @@ def check_writable(name: str, tensor: Any) -> None:
 
 
 def check_is_somewhere(name: str, tensor: Any) -> None:
-    """Refuses a tensor of a lazy module, or on the meta device: torch writes nothing there, and says so
-    by nothing."""
+    """Refuses a tensor of a lazy module, or on the meta device: torch writes nothing there, and
+    raises no error."""
     if not _dtypes.is_tensor(tensor):
         return
     if _dtypes.is_lazy(tensor) or tensor.device.type == "meta":

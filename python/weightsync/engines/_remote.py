@@ -269,9 +269,14 @@ class _Folders:
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
         # The engine has a working directory of its own.
-        absolute = None if directory is None else _checks.absolute(directory)
+        self._directory = None if directory is None else _checks.absolute(directory)
+        # Below the system's temporary folder they are for the engines of this user.
+        self._mode = 0o700 if directory is None else 0o755
+        self._begin()
+
+    def _begin(self) -> None:
         try:
-            self._all = Path(tempfile.mkdtemp(prefix="weightsync-", dir=absolute))
+            self._all = Path(tempfile.mkdtemp(prefix="weightsync-", dir=self._directory))
         except OSError as error:
             raise OperatingSystemError(f"directory: no folder can be made there: {error}") from error
         self._owner = os.getpid()
@@ -279,12 +284,13 @@ class _Folders:
         self._kept: Path | None = None
         # The engine may still read these.
         self._late: list[Path] = []
-        # Below the system's temporary folder they are for the engines of this user.
-        self._mode = 0o700 if directory is None else 0o755
         self._all.chmod(self._mode)
 
     def new(self, name: str) -> Path:
         """Makes a folder."""
+        if os.getpid() != self._owner:
+            # This process was forked. Its parent's folders are not its own to remove.
+            self._begin()
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._all))
         folder.chmod(self._mode)
         return folder

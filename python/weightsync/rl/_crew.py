@@ -279,7 +279,7 @@ class Process(_Local):
 
     def __init__(self, start: Start) -> None:
         with _Handed() as handed:
-            settings = memory_file(_surroundings() + given_to_worker(start, handed, start.policy))
+            settings = memory_file(_surroundings() + given_to_worker(start, handed))
             super().__init__()
             watched, self._lifeline = os.pipe()
             try:
@@ -447,8 +447,8 @@ def _close(members: list[Member | None], pid: int) -> None:
 
 
 class _Handed:
-    """What a worker process of this host has from its trainer, as one that :mod:`multiprocessing` starts
-    with ``spawn``: its locks, values and queues, and tensors in shared memory, such as those by which
+    """What the trainer hands to a worker process of this host, as :mod:`multiprocessing` does when it spawns
+    one: its locks, values and queues, and tensors in shared memory, such as those by which
     an ``EnvCreator`` of TorchRL has all environments share their statistics.
 
     Attributes:
@@ -487,12 +487,13 @@ class _Taken:
         return self._fd
 
 
-def pickled(value: Any, handed: _Handed | None = None, policy: Any = None) -> bytes:
-    """What a worker is started with, or is asked to call.
+def pickled(*values: Any, handed: _Handed | None = None) -> bytes:
+    """What a worker is started with, or is asked to call: one pickle after the other.
+
+    What several values have in common stays one object, if one unpickler reads them.
 
     Args:
-        handed: what a process is handed over that starts now; None: all that travels is copied.
-        policy: its weights are copied, also those in shared memory: nothing is seen before it is sent.
+        handed: what a process that starts now is handed over with the last value; all else is copied.
     """
     try:
         from cloudpickle import Pickler
@@ -500,8 +501,12 @@ def pickled(value: Any, handed: _Handed | None = None, policy: Any = None) -> by
         Pickler = None  # noqa: N806
     out = io.BytesIO()
     try:
+        pickler = _pickler(Pickler or pickle.Pickler)(out)
+        for value in values[:-1]:
+            pickler.dump(value)
         with _spawning(handed):
-            _pickler(Pickler or pickle.Pickler, handed, policy)(out).dump(value)
+            pickler.hands_over = handed is not None
+            pickler.dump(values[-1])
         return out.getvalue()
     except Exception as error:
         advice = (
@@ -514,9 +519,14 @@ def pickled(value: Any, handed: _Handed | None = None, policy: Any = None) -> by
         ) from error
 
 
-def given_to_worker(start: Start, handed: _Handed | None = None, policy: Any = None) -> bytes:
-    """What a worker reads first: the environments that this program registered, then its start."""
-    return pickle.dumps(_registered()) + pickled(start, handed, policy)
+def given_to_worker(start: Start, handed: _Handed | None = None) -> bytes:
+    """What a worker reads first: the environments that this program registered, its start, and what makes
+    its environment. Only the latter shares memory: a policy sees no change that was not sent."""
+    return pickled(_registered(), replace(start, make_env=None), start.make_env, handed=handed)
+
+
+# By id: a specification of Gymnasium and its pickle, which is empty where it has none.
+_known_specs: dict[str, tuple[Any, bytes]] = {}
 
 
 def _registered() -> list[bytes]:
@@ -528,18 +538,29 @@ def _registered() -> list[bytes]:
     found = []
     for spec in [] if gymnasium is None else list(gymnasium.registry.values()):
         creator = spec.entry_point
-        module = creator if isinstance(creator, str) else getattr(creator, "__module__", "")
+        module = creator if isinstance(creator, str) else getattr(creator, "__module__", None) or ""
         if module.startswith("gymnasium."):
             # Its own.
             continue
+        known = _known_specs.get(spec.id)
+        if known is None or known[0] is not spec:
+            known = _known_specs[spec.id] = spec, _spec_pickled(spec)
+        found.append(known[1])
+    return [one for one in found if one]
+
+
+def _spec_pickled(spec: Any) -> bytes:
+    """One that cannot be pickled is missed where its environment is made, by its name."""
+    for name in ("entry_point", "vector_entry_point"):
+        creator = getattr(spec, name)
         if isinstance(creator, str) and creator.startswith("__main__:"):
             # No module of a worker has this name: the class itself travels.
             spec = copy.copy(spec)
-            spec.entry_point = getattr(sys.modules["__main__"], creator.partition(":")[2], creator)
-        # One that cannot travel is missed where it is made, by its name.
-        with contextlib.suppress(WrongTypeError):
-            found.append(pickled(spec))
-    return found
+            setattr(spec, name, getattr(sys.modules["__main__"], creator.partition(":")[2], creator))
+    try:
+        return pickled(spec)
+    except WrongTypeError:
+        return b""
 
 
 def _share(state: Any) -> None:
@@ -565,42 +586,34 @@ def _spawning(handed: _Handed | None) -> Iterator[None]:
         set_spawning_popen(before)
 
 
-def _pickler(base: Any, handed: _Handed | None, policy: Any) -> Any:
-    """The class that pickles: where something is handed over, with what multiprocessing knows of it."""
-    if handed is None:
-        return base
+def _pickler(base: Any) -> Any:
+    """The class that pickles: what is handed over as multiprocessing does, and all else by copies."""
     torch = sys.modules.get("torch")
 
-    def memory_of(value: Any) -> Any:
-        """Where a tensor lies; None for what is none."""
-        if torch is None:
-            return None
-        if isinstance(value, torch.Tensor):
-            return value.untyped_storage()
-        if isinstance(value, torch.storage.TypedStorage):
-            return value._untyped_storage
-        return value if isinstance(value, torch.UntypedStorage) else None
-
-    own: set[int] = set()
-    if torch is not None and isinstance(policy, torch.nn.Module):
-        own = {memory_of(one).data_ptr() for one in (*policy.parameters(), *policy.buffers())}
-
     def is_shared(value: Any) -> bool:
-        memory = memory_of(value)
-        if memory is None:
-            return True
-        return memory.device.type == "cpu" and memory.is_shared() and memory.data_ptr() not in own
+        memory = None
+        if torch is not None:
+            if isinstance(value, torch.Tensor):
+                memory = value.untyped_storage()
+            elif isinstance(value, torch.storage.TypedStorage):
+                memory = value._untyped_storage
+            elif isinstance(value, torch.UntypedStorage):
+                memory = value
+        return memory is None or (memory.device.type == "cpu" and memory.is_shared())
 
     class Sharing(base):  # type: ignore[misc]
+        hands_over = False
+
         def reducer_override(self, value: Any) -> Any:
-            kind = type(value)
-            if is_env_creator(value):
-                _share(value.state_dict())
-            reduce = ForkingPickler._extra_reducers.get(kind)
-            # Functions are for the base, and TensorDicts are made of tensors.
-            is_other = kind.__module__ in ("builtins", "functools") or hasattr(kind, "batch_size")
-            if reduce is not None and not is_other and is_shared(value):
-                return reduce(value)
+            if self.hands_over:
+                kind = type(value)
+                if is_env_creator(value):
+                    _share(value.state_dict())
+                reduce = ForkingPickler._extra_reducers.get(kind)
+                # Functions are for the base, and TensorDicts are made of tensors.
+                is_other = kind.__module__ in ("builtins", "functools") or hasattr(kind, "batch_size")
+                if reduce is not None and not is_other and is_shared(value):
+                    return reduce(value)
             inherited = getattr(super(), "reducer_override", None)
             return NotImplemented if inherited is None else inherited(value)
 

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -54,7 +55,8 @@ class Start:
     """What a worker is started with."""
 
     worker: int
-    make_env: Callable[[], Any]
+    #: A function. It travels after the others, with what it shares with the trainer.
+    make_env: Any
     policy: Any
     policy_factory: Callable[[], Any] | None
     policy_device: Any
@@ -398,22 +400,30 @@ def main(link_fd: int, lifeline: int, settings: BinaryIO) -> int:
 
 def _register(pickled: list[bytes]) -> None:
     """Registers the trainer's environments with Gymnasium. Those that are known here stay."""
-    if pickled:
+    if not pickled:
+        return
+    try:
         import gymnasium
-
-        for one in pickled:
-            # What cannot be read here is missed by its name, if it is made at all.
-            with contextlib.suppress(Exception):
-                spec = pickle.loads(one)
-                gymnasium.registry.setdefault(spec.id, spec)
+    except ImportError:
+        # An environment that needs it says so when it is made.
+        return
+    for one in pickled:
+        # What cannot be read here is missed by its name, if it is made at all.
+        with contextlib.suppress(Exception):
+            spec = pickle.loads(one)
+            gymnasium.registry.setdefault(spec.id, spec)
+    # Packages that are imported here register theirs again, and Gymnasium warns of each.
+    warnings.filterwarnings("ignore", r"(?s).*Overriding environment .* already in registry")
 
 
 def work(link: Hearing, settings: BinaryIO, make: Callable[[Start], Worker]) -> int:
     """Reads what a worker process is started with, and works; returns the exit code."""
     try:
         # First: an environment may be made while it is read.
-        _register(pickle.load(settings))
-        start: Start = pickle.load(settings)
+        reader = pickle.Unpickler(settings)
+        _register(reader.load())
+        start: Start = reader.load()
+        start.make_env = reader.load()
     except BaseException:
         words = "cannot read its environment and policy:\n" + traceback.format_exc()
         say_last_words(link, words)

@@ -46,8 +46,9 @@ class ModuleLoader(WeightLoader):
     async def load_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
         own = self._own()
         # First: one of a lazy module, or a nested one, has no shape to compare.
-        for name in own.keys() & named_tensors.keys():
-            check_memory(name, own[name])
+        for name in named_tensors:
+            if name in own:
+                check_memory(name, own[name])
         came = {name: (one.dtype, tuple(one.shape)) for name, one in named_tensors.items()}
         check_fit(own, came, cast=self._cast, strict=self._strict)
         targets, again = {name: own[name] for name in named_tensors}, self._own()

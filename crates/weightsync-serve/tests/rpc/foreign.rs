@@ -118,6 +118,8 @@ fn a_worker_can_be_written_by_the_description_alone() {
 
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let own = listener.local_addr().expect("an address");
+    // The worker runs what it refused only once the sender has said so.
+    let (reported, is_reported) = std::sync::mpsc::channel::<()>();
     let foreign = std::thread::spawn({
         let (address, to_sender) = (address.clone(), to_sender.clone());
         move || {
@@ -215,6 +217,7 @@ fn a_worker_can_be_written_by_the_description_alone() {
             let (head, _) = ask(&address, &to_sender, &question, "");
             assert!(head.starts_with("http/1.1 204"), "{head}");
             // And reports what it runs, unasked.
+            is_reported.recv().expect("the sender's report");
             let words = json!({"applied": {"sequence": asked["sequence"],
                 "versions": [{"model": 0, "version": 2}]}});
             let post = format!("POST /v1/workers/{id}/words");
@@ -236,6 +239,7 @@ fn a_worker_can_be_written_by_the_description_alone() {
     let line = report.worker(5).expect("its line");
     let reason = "no TPU today".to_owned();
     assert_eq!(line.outcome, Outcome::Refused { reason });
+    reported.send(()).expect("the worker waits");
     foreign.join().expect("no panic");
     // The worker runs the version after all, and has left.
     let report = sender.send_with(&weights(300_000, 4.0), &SendOptions::new());

@@ -27,9 +27,9 @@ use crate::storage::look_for_interruption;
 use crate::store::{Store, Which};
 use crate::writer::is_extra_file;
 
+pub use self::pull::Pulled;
 #[cfg(feature = "fuzz")]
 pub(crate) use self::pull::is_mark;
-pub use self::pull::{PULL_MARK, Pulled};
 pub use self::push::{PushOptions, Pushed};
 
 /// The longest file that is taken along with the weights, and the most bytes of all of them.

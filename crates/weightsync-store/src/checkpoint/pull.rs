@@ -23,7 +23,7 @@ use crate::store::{LoadedModel, ModelVersion, Store, StoredModel, Which};
 use crate::writer::SaveOptions;
 
 /// The file by which a directory is known to be one that [`Store::pull`] wrote.
-pub const PULL_MARK: &str = "weightsync.json";
+pub(super) const PULL_MARK: &str = "weightsync.json";
 
 /// A version that was written out.
 #[derive(Clone, Debug)]
@@ -246,7 +246,7 @@ impl Store {
 struct PullOrigin {
     store: String,
     model: ModelId,
-    /// Of a version with which one may replace another of any origin: nothing is lost.
+    /// A directory of any origin with this digest may be replaced: it has the same bytes.
     digest: Option<Digest>,
 }
 
@@ -261,7 +261,7 @@ struct TargetDirectory {
     path: PathBuf,
     /// The directory it is in.
     above: PathBuf,
-    /// Of what is replaced there; any without it.
+    /// The origin of what is replaced there; `None`: any.
     origin: Option<PullOrigin>,
 }
 

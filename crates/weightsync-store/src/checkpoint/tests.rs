@@ -690,7 +690,12 @@ fn pull_writes_no_file_that_push_refuses() {
     let out = find::names(&at("out")).unwrap();
     assert_eq!(
         out,
-        ["README.md", "config.json", "model.safetensors", PULL_MARK]
+        [
+            "README.md",
+            "config.json",
+            "model.safetensors",
+            super::pull::PULL_MARK
+        ]
     );
     let mode = fs::metadata(at("out")).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o700, "others see no more than in the store");
