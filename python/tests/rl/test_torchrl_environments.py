@@ -284,7 +284,7 @@ def test_worker_processes_do_not_see_a_shared_policy_change(how: str) -> None:
     policy.share_memory()
     given: dict[str, Any] = {
         "module": {"policy": policy},
-        "function": {"policy": lambda frames: policy(frames)},
+        "function": {"policy": lambda frames: policy(frames), "trust_policy": True},
         "factory": {"policy_factory": lambda: policy},
     }[how]
     with rl.MultiSyncCollector([ContinuousActionVecMockEnv], frames_per_batch=4, **given) as collector:
