@@ -138,8 +138,8 @@ impl Receiver {
 
     /// Returns the newest version at once, even if this worker has had it; `None` before a
     /// restarted sender's first, or while the memory of the newest is still on its way to this
-    /// process. A scheme that delivers every version returns the last one that
-    /// came. A scheme that only answers pulls returns the last answer, while it exists.
+    /// process. A scheme that delivers every version returns the last one that came. A scheme that
+    /// only answers pulls returns the last answer, while it exists.
     ///
     /// A restarted sender is joined if it is there by now. Until then, the newest version is that of
     /// the sender before.

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -261,7 +262,9 @@ def test_words_are_readable():
         pending = sender.send_async(wait="sent")
         report = sender.send(wait="sent")
         # Nothing is the latest while its memory is on its way.
+        until = time.monotonic() + LONG
         while receiver.latest() is None:
+            assert time.monotonic() < until, "no version came"
             os.sched_yield()
         values = [
             sender, receiver, sender.init_info, sender.workers[0], report,

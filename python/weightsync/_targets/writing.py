@@ -66,7 +66,7 @@ def check_is_somewhere(name: str, tensor: Any) -> None:
 
 
 def check_memory(name: str, tensor: Any) -> None:
-    """The same, and refuses a tensor without memory: one of a lazy module, or on the meta device."""
+    """Refuses a tensor that no values can be copied into, also one that has no memory yet."""
     check_is_somewhere(name, tensor)
     if not is_dense(tensor):
         raise WrongTypeError(

@@ -447,9 +447,9 @@ def _close(members: list[Member | None], pid: int) -> None:
 
 
 class _Handed:
-    """What the trainer hands to a worker process of this host, as :mod:`multiprocessing` does when it spawns
-    one: its locks, values and queues, and tensors in shared memory, such as those by which
-    an ``EnvCreator`` of TorchRL has all environments share their statistics.
+    """What the trainer hands to a worker process of this host, as :mod:`multiprocessing` does when it
+    spawns one: its locks, values and queues, and tensors in shared memory, such as those by which an
+    ``EnvCreator`` of TorchRL has all environments share their statistics.
 
     Attributes:
         fds: descriptors that the process takes over, by the same numbers.
@@ -521,7 +521,8 @@ def pickled(*values: Any, handed: _Handed | None = None) -> bytes:
 
 def given_to_worker(start: Start, handed: _Handed | None = None) -> bytes:
     """What a worker reads first: the environments that this program registered, its start, and what makes
-    its environment. Only the latter shares memory: a policy sees no change that was not sent."""
+    its environment. Only what makes the environment shares memory with the trainer: a policy sees no
+    change that was not sent."""
     return pickled(_registered(), replace(start, make_env=None), start.make_env, handed=handed)
 
 
