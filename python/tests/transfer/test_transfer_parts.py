@@ -90,6 +90,94 @@ def test_chunks_are_staged_until_the_last():
         get(6, 0)
 
 
+class Held(Ready):
+    """A receiver whose chunks of the first sync come when the test lets them."""
+
+    def __init__(self):
+        super().__init__()
+        self.may_come = threading.Event()
+
+    def _receive(self, request):
+        if request.version == 1:
+            assert self.may_come.wait(patience(60))
+        return super()._receive(request)
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_late_chunk_of_a_failed_sync_is_not_loaded_with_the_next(ends_first):
+    receiver, loader = Held(), Keeping()
+
+    async def two_syncs():
+        late = asyncio.ensure_future(
+            receiver.receive_and_load_weights(request(1, 0, names="ab"), loader)
+        )
+        # Until the chunk of sync 1 is on its way. Its sender has given up meanwhile.
+        while receiver._sync is None:
+            await asyncio.sleep(0)
+        await receiver.receive_and_load_weights(request(2, 0, names="a"), loader)
+        if not ends_first:
+            receiver.may_come.set()
+            with pytest.raises(PeerError, match="chunk 0 of sync 1 came too late"):
+                await late
+        await receiver.receive_and_load_weights(request(2, 1, last=True, names="b"), loader)
+        receiver.may_come.set()
+        if ends_first:
+            with pytest.raises(PeerError, match="chunk 0 of sync 1 came too late"):
+                await late
+
+    asyncio.run(two_syncs())
+    assert loader.loads == [{"a": 2.0, "b": 2.0}] and receiver.version == 2
+
+
+def test_chunk_that_is_on_its_way_is_not_taken_twice():
+    receiver, loader = Held(), Keeping()
+
+    async def twice():
+        first = asyncio.ensure_future(receiver.receive_and_load_weights(request(1, 0), loader))
+        while receiver._sync is None:
+            await asyncio.sleep(0)
+        with pytest.raises(transfer.RequestError, match="chunk 0 of sync 1 is on its way already"):
+            await receiver.receive_and_load_weights(request(1, 0), loader)
+        receiver.may_come.set()
+        await first
+        await receiver.receive_and_load_weights(request(1, 1, last=True, names=""), loader)
+
+    asyncio.run(twice())
+    assert loader.loads == [{"a": 1.0}]
+
+
+class Slow(transfer.WeightLoader):
+    """A loader that loads a version when the test lets it, one at a time."""
+
+    def __init__(self):
+        self.may_load, self.is_loading, self.loads = asyncio.Event(), 0, []
+
+    async def load_weights(self, named_tensors):
+        self.is_loading += 1
+        assert self.is_loading == 1
+        await self.may_load.wait()
+        self.loads.append(named_tensors["a"][0].item())
+        self.is_loading -= 1
+
+
+def test_load_that_outlasts_its_sync_ends_before_the_next_begins():
+    async def two_syncs():
+        receiver, loader = Ready(), Slow()
+        each = [
+            asyncio.ensure_future(
+                receiver.receive_and_load_weights(request(version, 0, last=True), loader)
+            )
+            for version in (1, 2)
+        ]
+        while not loader.is_loading:
+            await asyncio.sleep(0)
+        loader.may_load.set()
+        await asyncio.gather(*each, return_exceptions=True)
+        assert receiver.version == loader.loads[-1] == 2
+
+    asyncio.run(two_syncs())
+
+
 def test_module_loader_writes_all_or_nothing():
     model = Net(fill=1.0)
     state = {name: torch.full_like(one, 2.0) for name, one in model.named_parameters()}

@@ -238,7 +238,7 @@ class WeightsyncReceiver(WeightTransferReceiver):
         self, request: WeightUpdateRequest, loader: WeightLoader
     ) -> None:
         self._expect(request)
-        self._sync = 0
+        self._sync = None
         loop = asyncio.get_running_loop()
 
         def load_here(snapshot: weightsync.Snapshot) -> None:

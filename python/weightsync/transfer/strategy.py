@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -142,6 +142,22 @@ class WeightTransferSender(ABC):
         self._closed = True
 
 
+@dataclass
+class _Sync:
+    """What one sync has brought so far.
+
+    A chunk that comes late has the sync that it belongs to, and cannot land in the next one.
+    """
+
+    number: int
+    #: How many chunks it has.
+    chunks: int = 0
+    #: Whether another one is on its way.
+    is_busy: bool = False
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    nbytes: int = 0
+
+
 class WeightTransferReceiver(ABC):
     """Receives chunks and keeps them until the sync ends; then it loads all of them at once.
 
@@ -157,10 +173,8 @@ class WeightTransferReceiver(ABC):
 
     def __init__(self) -> None:
         self.version = 0
-        self._staged: dict[str, torch.Tensor] = {}
-        self._staged_bytes = 0
-        self._sync = 0
-        self._next = 0
+        self._sync: _Sync | None = None
+        self._loading = asyncio.Lock()
         self._closed = False
 
     def parse_request(self, request_dict: dict[str, Any]) -> WeightUpdateRequest:
@@ -174,25 +188,46 @@ class WeightTransferReceiver(ABC):
 
         Raises:
             LoadError: if the loader raised; the model has the version before.
+            PeerError: if the sync was given up while the chunk was on its way.
         """
-        self._expect(request)
+        sync = self._expect(request)
         try:
-            self._bound(request, loader)
+            self._bound(sync, request, loader)
+            sync.is_busy = True
             if request.names:
                 tensors = await asyncio.to_thread(self._receive, request)
-                self._staged.update(zip(request.names, tensors, strict=True))
-                self._staged_bytes += request.tensor_bytes
-            self._next = request.chunk + 1
+                self._check_current(sync, request)
+                sync.tensors.update(zip(request.names, tensors, strict=True))
+                sync.nbytes += request.tensor_bytes
+            sync.chunks, sync.is_busy = request.chunk + 1, False
             if request.last:
-                await load(loader, self._staged, request.version)
-                self.version, self._sync, self._staged = request.version, 0, {}
+                # A load that outlasts its sync ends before the next one begins.
+                async with self._loading:
+                    self._check_current(sync, request)
+                    await load(loader, sync.tensors, request.version)
+                    self.version = request.version
         except BaseException:
-            self._sync, self._staged = 0, {}
+            self._drop(sync)
             raise
+        if request.last:
+            self._drop(sync)
 
-    def _bound(self, request: WeightUpdateRequest, loader: WeightLoader) -> None:
+    def _drop(self, sync: _Sync) -> None:
+        if self._sync is sync:
+            self._sync = None
+
+    def _check_current(self, sync: _Sync, request: WeightUpdateRequest) -> None:
+        """Refuses to go on with a sync that has ended, or that another one has replaced."""
+        if self._sync is not sync:
+            raise PeerError(
+                f"chunk {request.chunk} of sync {request.version} came too late: the sync had failed, "
+                "or the next one had begun. Nothing of it was loaded",
+                "retry",
+            )
+
+    def _bound(self, sync: _Sync, request: WeightUpdateRequest, loader: WeightLoader) -> None:
         """Refuses more than the model has."""
-        total = self._staged_bytes + request.tensor_bytes
+        total = sync.nbytes + request.tensor_bytes
         for most, whose in (
             (self.total_bytes or None, "the init info says"),
             (loader.most_bytes(), "this worker's model has"),
@@ -206,7 +241,8 @@ class WeightTransferReceiver(ABC):
         """The tensors of a chunk, in memory of this process's own. Blocks, by a timeout."""
         raise UnsupportedError(f"{type(self).__name__} must implement _receive")
 
-    def _expect(self, request: WeightUpdateRequest) -> None:
+    def _expect(self, request: WeightUpdateRequest) -> _Sync:
+        """The sync that a request belongs to; its first chunk begins it."""
         if self._closed:
             raise LifecycleError("this receiver is shut down: create one from a new init info")
         if not isinstance(request, self.request_type):
@@ -215,22 +251,25 @@ class WeightTransferReceiver(ABC):
             raise RequestError(
                 f"version: expected more than {self.version}, which is loaded, got {request.version}"
             )
-        if request.chunk == 0 and request.version != self._sync:
+        sync = self._sync
+        if request.chunk == 0 and (sync is None or request.version != sync.number):
             # A sync that was given up is dropped.
-            self._sync, self._next, self._staged = request.version, 0, {}
-            self._staged_bytes = 0
-        if (request.version, request.chunk) != (self._sync, self._next):
+            sync = self._sync = _Sync(request.version)
+        if sync is None or (request.version, request.chunk) != (sync.number, sync.chunks):
+            expected = "chunk 0 of sync any" if sync is None else f"chunk {sync.chunks} of sync {sync.number}"
             raise RequestError(
-                f"expected chunk {self._next} of sync {self._sync or 'any'}, "
-                f"got chunk {request.chunk} of sync {request.version}"
+                f"expected {expected}, got chunk {request.chunk} of sync {request.version}"
             )
-        twice = sorted(set(request.names) & set(self._staged))
+        if sync.is_busy:
+            raise RequestError(f"chunk {request.chunk} of sync {request.version} is on its way already")
+        twice = sorted(set(request.names) & set(sync.tensors))
         if twice:
             raise RequestError(f"names: {twice[0]!r} has come with an earlier chunk of this sync")
+        return sync
 
     def shutdown(self) -> None:
         """Closes what the receiver holds open. Any number of times. The model keeps its weights."""
-        self._closed, self._staged = True, {}
+        self._closed, self._sync = True, None
 
 
 class WeightTransferStrategy(ABC):
