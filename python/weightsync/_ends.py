@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import logging
 import os
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
+from weightsync._calls import in_thread
 from weightsync.errors import LifecycleError, SenderClosedError
 
 logger = logging.getLogger("weightsync")
@@ -131,7 +131,7 @@ class AsyncWith:
         traceback: TracebackType | None,
     ) -> None:
         leave = type(self).__exit__  # type: ignore[attr-defined]
-        await asyncio.to_thread(leave, self, kind, error, traceback)
+        await in_thread(lambda: leave(self, kind, error, traceback), leaves=True)
 
 
 @atexit.register

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import contextvars
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from weightsync import _ends
 from weightsync._answers import ExplorerLine, Need, Synced, Trained
+from weightsync._calls import in_thread, watching
 from weightsync._native import InitInfo, MappedTarget, SetSnapshot
 from weightsync._targets import target_of, together
 from weightsync.errors import DeadlineError, LifecycleError, PeerError, SettingError
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     from weightsync._native import SyncExplorer, SyncTrainer, _Need, _Synced
-
-_T = TypeVar("_T")
 
 
 class _Party(_ends.AsyncWith):
@@ -409,81 +405,3 @@ def _opened(store: str | None) -> Store:
 def _need(parts: _Need) -> Need:
     word, asked_by, newest, stopped, connected = parts
     return Need(word, tuple(asked_by), newest, stopped, connected)
-
-
-class _Cancelled(Exception):
-    """Ends a call whose task was cancelled."""
-
-
-class _Watching(threading.local):
-    """What a call of this thread looks at while it waits."""
-
-    watch: Callable[[], None] | None = None
-
-
-_watching = _Watching()
-
-
-def watching() -> Callable[[], None] | None:
-    """What ends the waits of this thread's calls, for a task that was cancelled."""
-    return _watching.watch
-
-
-async def in_thread(call: Callable[[], _T], stop: Callable[[], None] | None = None) -> _T:
-    """Makes a call in a thread of its own. Cancelling the task ends what the call waits for.
-
-    The threads of :func:`asyncio.to_thread` are few: calls that wait would take them all.
-
-    Args:
-        stop: ends waits of the call that do not look whether the task was cancelled.
-    """
-    over = threading.Event()
-
-    def watch() -> None:
-        if over.is_set():
-            raise _Cancelled
-
-    loop = asyncio.get_running_loop()
-    made: asyncio.Future[_T] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def say(tell: Callable[[Any], None], what: Any) -> None:
-        def told() -> None:
-            if not made.done():
-                tell(what)
-
-        # The loop may have been closed.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(told)
-
-    def run() -> None:
-        _watching.watch = watch
-        try:
-            done = context.run(call)
-        except BaseException as error:
-            say(made.set_exception, error)
-        else:
-            say(made.set_result, done)
-
-    threading.Thread(target=run, name="weightsync-call", daemon=True).start()
-    try:
-        return await asyncio.shield(made)
-    except asyncio.CancelledError:
-        over.set()
-        await _ended(made, stop)
-        raise
-
-
-async def _ended(made: asyncio.Future[Any], stop: Callable[[], None] | None) -> None:
-    """Waits for the end of a call whose result nobody takes."""
-    stopping: threading.Thread | None = None
-    while not made.done():
-        # The call may be about to begin what this ends.
-        if stop is not None and not (stopping and stopping.is_alive()):
-            stopping = threading.Thread(target=stop, name="weightsync-stop", daemon=True)
-            stopping.start()
-        await asyncio.wait([made], timeout=None if stop is None else 0.1)
-    # Looked at, an exception is not reported.
-    if not made.cancelled() and made.exception() is None and isinstance(made.result(), _Party):
-        # It has joined, and this call does not return it.
-        threading.Thread(target=made.result().shutdown, name="weightsync-stop").start()

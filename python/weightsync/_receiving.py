@@ -39,7 +39,8 @@ class Receiving(_ends.AsyncWith):
             DeadlineError: if the sender, or its first version, is not there in time.
             WrongWeightsError: naming each tensor that does not fit; the sender learns it too.
         """
-        _ends.refuse_lone_receiver(self._info)
+        if timeout != 0:
+            _ends.refuse_lone_receiver(self._info)
         self._join(timeout)
         self._connected = True
         _ends.opened(self)

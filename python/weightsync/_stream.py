@@ -7,7 +7,6 @@ the weights, which is made from the first of them.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import logging
@@ -20,6 +19,7 @@ from typing import Any, TypedDict
 import torch
 
 from weightsync import _dtypes
+from weightsync._calls import in_thread
 from weightsync._deadline import Deadline
 from weightsync._ends import reason_of
 from weightsync._source import Streamed
@@ -249,7 +249,7 @@ class Incoming:
             PeerError: if the trainer died, or closed its end.
         """
         try:
-            return await asyncio.to_thread(self._receive, after)
+            return await in_thread(lambda: self._receive(after), leaves=True)
         except SenderClosedError as error:
             self.close()
             raise PeerError(

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weightsync import _ends
 from weightsync._answers import ExplorerLine, Need, Synced, Trained
+from weightsync._calls import in_thread, watching
 from weightsync._checks import text
 from weightsync._native import Synchronizer as Native
-from weightsync._parties import Explorer, Trainer, in_thread, watching
+from weightsync._parties import Explorer, Trainer
 from weightsync._targets import target_of
 from weightsync.errors import DeadlineError, LifecycleError, ModelError, PeerError, SettingError
 from weightsync.mapping import PerModel
@@ -173,7 +174,7 @@ class Synchronizer(_ends.AsyncWith):
 
     async def trainer_async(self, *args: Any, **kwargs: Any) -> Trainer:
         """As :meth:`trainer`, while the event loop goes on."""
-        return await in_thread(lambda: self.trainer(*args, **kwargs))
+        return await in_thread(lambda: self.trainer(*args, **kwargs), unwanted=Trainer.shutdown)
 
     def explorer(
         self,
@@ -224,7 +225,7 @@ class Synchronizer(_ends.AsyncWith):
 
     async def explorer_async(self, *args: Any, **kwargs: Any) -> Explorer:
         """As :meth:`explorer`, while the event loop goes on."""
-        return await in_thread(lambda: self.explorer(*args, **kwargs))
+        return await in_thread(lambda: self.explorer(*args, **kwargs), unwanted=Explorer.shutdown)
 
     def shutdown(self) -> None:
         """Ends a synchronizer of this program; its parties are told. Any number of times."""

@@ -481,3 +481,20 @@ def test_one_thread_with_both_ends_is_told_at_once(first):
     )
     assert done.returncode == 0, done.stderr
     assert "`sender.connect(0)`" in done.stdout and "`receiver.connect()`" in done.stdout
+
+
+@pytest.mark.parametrize("method", ["checkpoint", "memory"])
+def test_one_thread_resumes_from_a_synchronizer(tmp_path, method):
+    program = """
+import sys, torch
+from weightsync.synchronizer import Synchronizer
+own = {"store": sys.argv[1]} if sys.argv[2] == "checkpoint" else {}
+with Synchronizer.local(method=sys.argv[2]) as sync:
+    for version in (1, 3):
+        model = torch.nn.Linear(2, 2)
+        with sync.trainer(model, resume=True, **own) as trainer:
+            assert trainer.version == version
+            trainer.sync(5)
+"""
+    command = [sys.executable, "-c", program, tmp_path / "store", method]
+    subprocess.run(command, check=True, timeout=2 * LONG)

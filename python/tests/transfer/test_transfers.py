@@ -1,11 +1,13 @@
 """A trainer and inference workers in processes of their own, strategy by strategy."""
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import gc
 import os
 import signal
 import socket
+import threading
 
 import pytest
 import torch
@@ -155,6 +157,32 @@ def test_receivers_that_never_join_are_named(word):
             await strategy.create_receiver(info, 1)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("word", LIVE)
+def test_waits_take_no_thread_of_the_loops_pool(word):
+    model, nets = Net(fill=1.0), [Net() for _ in range(3)]
+
+    async def run():
+        # A pool as small as that of a machine with few cores is next to many workers.
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        asyncio.get_running_loop().set_default_executor(pool)
+        taken = threading.Event()
+        busy = pool.submit(taken.wait)
+        strategy = transfer.strategy_from_config(config(word))
+        actors = [transfer.InferenceActor(strategy, transfer.ModuleLoader(net)) for net in nets]
+        training, _ = trainer(model, actors)
+        try:
+            await training.initialize_weight_sync(strategy, None, transfer.ActorClient(actors))
+            assert await training.sync_weights() == 1
+        finally:
+            for end in (training, *actors):
+                end.shutdown()
+            taken.set()
+            busy.result()
+
+    asyncio.run(run())
+    assert [net.value for net in nets] == [1.0] * 3
 
 
 @pytest.mark.parametrize("word", LIVE)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weightsync._calls import in_thread
 from weightsync._memory import flat_bytes
 from weightsync._source import check_readable
 from weightsync.errors import LifecycleError, WrongTypeError
@@ -100,7 +101,7 @@ class BroadcastStrategy(WeightTransferStrategy):
         store, self._store = self._store, None
         if store is None or store.port != info.master_port:
             raise LifecycleError("call create_init_info first, on this strategy and in this process")
-        group = await asyncio.to_thread(UpdateGroup, store, info, 0, self.timeout)
+        group = await in_thread(lambda: UpdateGroup(store, info, 0, self.timeout), leaves=True)
         return BroadcastSender(group, self.timeout, self.packed)
 
     async def create_receiver(
@@ -108,8 +109,9 @@ class BroadcastStrategy(WeightTransferStrategy):
     ) -> WeightTransferReceiver:
         """Returns when all members of the group are there."""
         info = _checked(sync_info)
-        store = await asyncio.to_thread(join_store, info, self.timeout)
-        group = await asyncio.to_thread(UpdateGroup, store, info, rank_offset + rank, self.timeout)
+        store = await in_thread(lambda: join_store(info, self.timeout), leaves=True)
+        member = rank_offset + rank
+        group = await in_thread(lambda: UpdateGroup(store, info, member, self.timeout), leaves=True)
         device = self.device
         if device is None:
             device = "cpu" if info.backend == "gloo" else f"cuda:{torch.cuda.current_device()}"
@@ -159,7 +161,7 @@ class BroadcastSender(WeightTransferSender):
             within(client.update_named_weights(request.to_dict()), self.timeout, what)
         )
         transfer = asyncio.ensure_future(
-            asyncio.to_thread(self._group.send, tensors, what, request.chunk)
+            in_thread(lambda: self._group.send(tensors, what, request.chunk), leaves=True)
         )
         both = {call, transfer}
         try:

@@ -14,6 +14,7 @@ import torch
 
 import weightsync
 from weightsync import _dtypes
+from weightsync._calls import in_thread
 from weightsync._native import Layout
 from weightsync._source import Streamed
 from weightsync.errors import (
@@ -169,9 +170,9 @@ class WeightsyncSender(WeightTransferSender):
         except Exception:
             # The report says who has the version by now; the client says why others have not.
             with contextlib.suppress(WeightsyncError):
-                await asyncio.to_thread(arrival, _GRACE)
+                await in_thread(lambda: arrival(_GRACE), leaves=True)
             raise
-        await asyncio.to_thread(arrival, self.timeout)
+        await in_thread(lambda: arrival(self.timeout), leaves=True)
         self.version = self.syncs
 
     def create_request(self, chunk: WeightChunk) -> WeightUpdateRequest:
@@ -245,7 +246,7 @@ class WeightsyncReceiver(WeightTransferReceiver):
             # The loader runs in the caller's loop while the receiver's thread waits for it.
             _run_in(loop, load(loader, dict(snapshot), request.version), self._timeout)
 
-        await asyncio.to_thread(self._fetch, request.version, load_here)
+        await in_thread(lambda: self._fetch(request.version, load_here), leaves=True)
         self.version = request.version
 
     def _fetch(self, version: int, load_here: Callable[[weightsync.Snapshot], None]) -> None:

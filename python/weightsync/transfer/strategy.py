@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from weightsync._calls import in_thread
 from weightsync.errors import (
     DeadlineError,
     LifecycleError,
@@ -195,7 +196,7 @@ class WeightTransferReceiver(ABC):
             self._bound(sync, request, loader)
             sync.is_busy = True
             if request.names:
-                tensors = await asyncio.to_thread(self._receive, request)
+                tensors = await in_thread(lambda: self._receive(request), leaves=True)
                 self._check_current(sync, request)
                 sync.tensors.update(zip(request.names, tensors, strict=True))
                 sync.nbytes += request.tensor_bytes

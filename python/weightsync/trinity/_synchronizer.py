@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from weightsync import _files
+from weightsync._calls import in_thread
 from weightsync.errors import ModelError, UnsupportedError
 from weightsync.ray import _cluster
 from weightsync.ray._presence import Presence
@@ -200,7 +201,7 @@ class Synchronizer:
         async with self._storing:
             state = model_state_dict
             if isinstance(state, (Mapping, Place)):
-                state = await asyncio.to_thread(self._keep, state, trainer_step)
+                state = await in_thread(lambda: self._keep(model_state_dict, trainer_step), leaves=True)
             self._offer(state, trainer_step)
 
     def _offer(self, state: Held | str | None, step: int) -> None:
@@ -244,7 +245,7 @@ class Synchronizer:
         held = {of.state.place: of.state for of in self._known() if isinstance(of.state, Held)}
         if place not in held and (exact or not isinstance(self._state, Held)):
             raise ModelError(f"v{place.version} is not kept; the newest is v{self.model_version}")
-        return await asyncio.to_thread(self._outlet.place, held.get(place, self._state))
+        return await in_thread(lambda: self._outlet.place(held.get(place, self._state)), leaves=True)
 
     async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
         """Name, dtype and shape of each tensor."""
