@@ -441,3 +441,11 @@ fn secret_of_kubernetes_is_read() {
     let (_, _, ends) = between(&relay, TlsPeer::Trainer("trainer"), &trainer);
     assert_eq!(ends, [Ok(()), Ok(())]);
 }
+
+/// An authority of a cluster may make certificates of servers alone.
+#[test]
+fn certificate_of_a_server_alone_is_explained() {
+    let refused = rustls::AlertDescription::UnsupportedCertificate;
+    let said = explain(&rustls::Error::AlertReceived(refused));
+    assert!(said.contains("`server auth` and `client auth`"), "{said}");
+}
