@@ -11,7 +11,7 @@ use std::{
     path::PathBuf,
     process::{Child, ChildStdout, Command, Output, Stdio},
     thread::{self, JoinHandle},
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -22,6 +22,7 @@ use weightsync_engine::{
     SenderSetup, SharedMem, Tensors, Version,
 };
 use weightsync_link::access::Token;
+use weightsync_link::tls::{CertificateRequest, CertificateRole, Tls, make};
 use weightsync_net::{Deltas, Distributed, Share};
 use weightsync_serve as _;
 use weightsync_store::StoreScheme;
@@ -346,6 +347,52 @@ fn absent_sender_fails_status_and_relay_waits() {
     assert!(looking.contains(&trainer.address), "{looking}");
     relay.signal(Signal::INT);
     assert_eq!(relay.end(), Some(130));
+}
+
+/// It waits for new ones, and says so: nobody else makes them.
+#[test]
+fn relay_says_that_certificates_have_expired() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let pki = dir.path().join("pki");
+    let request = CertificateRequest {
+        out: pki.clone(),
+        hosts: vec!["127.0.0.1".into()],
+        days: 0,
+    };
+    make(&request).expect("certificates");
+    let expires = Tls::read(&pki, CertificateRole::Trainer)
+        .expect("certificates")
+        .expires();
+    // They hold to the end of the second in which they were made.
+    while SystemTime::now() < expires + Duration::from_secs(1) {
+        thread::yield_now();
+    }
+    let encrypted = |arguments: &[&str]| {
+        let mut command = weightsync(arguments);
+        command.env("WEIGHTSYNC_TLS_LOOPBACK", "1");
+        command.arg("--tls").arg(&pki);
+        command
+    };
+    // It is no sender, and the handshake of TLS comes first.
+    let mut other = Running::start(encrypted(&["serve", "--address", "127.0.0.1:0"]));
+    let line = other.line_with("the synchronizer is at");
+    let address = line.split([' ', ';']).find(|word| word.starts_with("127."));
+    let address = address.expect("an address");
+    let token = write(&dir, "token", "a token of at least 16 bytes");
+    let mut relay = encrypted(&["relay", "--join", address]);
+    relay.arg("--token-file").arg(token).stderr(Stdio::piped());
+    let mut relay = Running::start(relay);
+    let stderr = relay.child.stderr.take().expect("it was asked for");
+    let mut said = String::new();
+    let mut lines = BufReader::new(stderr);
+    while !said.contains("tries again") {
+        let read = lines.read_line(&mut said).expect("text");
+        assert!(read > 0, "it ended: {said}");
+    }
+    assert!(
+        said.contains("the other end's certificate has expired"),
+        "{said}"
+    );
 }
 
 /// It has failed, for this reason and with nothing to show.

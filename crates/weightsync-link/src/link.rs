@@ -444,7 +444,9 @@ pub fn refusal(error: &(dyn std::error::Error + 'static)) -> Option<(String, boo
     let mut next = Some(error);
     while let Some(error) = next {
         if let Some(hello) = error.downcast_ref::<io::Error>().and_then(hello_of) {
-            return Some((hello.to_string(), hello.remedy() != Remedy::Retry));
+            // An end with an expired certificate waits for a new one, which somebody has to make.
+            let lasts = matches!(hello, HelloError::Tls { .. }) || hello.remedy() != Remedy::Retry;
+            return Some((hello.to_string(), lasts));
         }
         next = error.source();
     }

@@ -121,11 +121,15 @@ impl Catalog {
             }
             if let Some(run) = runs.last_mut() {
                 // What is listed between two versions of the chain is not a version.
-                let skipped = self.listed.iter().filter(|other| {
-                    let between = other.sequence > run.last && other.sequence < place.sequence;
-                    other.epoch == place.epoch && between
-                });
-                run.failed.extend(skipped.map(|other| other.sequence));
+                let last = VersionKey {
+                    sequence: run.last,
+                    ..*place
+                };
+                let from = self.listed.partition_point(|other| *other <= last);
+                let to = self.listed.partition_point(|other| other < place);
+                let skipped = self.listed.get(from..to).unwrap_or_default();
+                run.failed
+                    .extend(skipped.iter().map(|other| other.sequence));
                 run.last = place.sequence;
             }
         }
@@ -298,7 +302,7 @@ fn chain(
                 // One that was removed does not say what came before it.
                 expected = manifest
                     .previous
-                    .filter(|previous| before.contains(previous));
+                    .filter(|previous| before.binary_search(previous).is_ok());
             }
             Ok(None) => {}
             // Nobody knows what came before it. The newest may not have been published.

@@ -250,7 +250,7 @@ pub enum StoreError {
 pub const DAMAGE_TARGET: &str = "weightsync_store::damage";
 
 /// A file that is not what was written there.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 #[error("{file} is damaged: {what}")]
 #[non_exhaustive]
 pub struct Damage {

@@ -393,7 +393,7 @@ pub(crate) fn directory_of(model: &ModelId) -> String {
 }
 
 /// A checksum in JSON: hexadecimal, as not every program reads integers of 64 bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Crc(pub(crate) u64);
 
 impl fmt::Display for Crc {

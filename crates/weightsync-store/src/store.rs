@@ -23,7 +23,7 @@ use crate::lease::Lease;
 use crate::progress::{Progress, Work};
 use crate::storage::{Metered, Storage};
 
-pub(crate) use self::finding::note;
+pub(crate) use self::finding::once;
 
 /// Versions of a model, or of several, in a directory or an object store.
 ///
@@ -448,7 +448,7 @@ impl Store {
             let Some(&place) = catalog.places.last() else {
                 return Err(StoreError::Empty {
                     store: self.name(),
-                    damage,
+                    damage: once(damage),
                 });
             };
             // One that is known to be damaged is not read again.
@@ -458,6 +458,7 @@ impl Store {
             };
             match found {
                 Ok(Some(value)) => {
+                    let damage = once(damage);
                     finding::tell(&damage, known);
                     return Ok((value, damage));
                 }
@@ -470,14 +471,14 @@ impl Store {
                         true => catalog = now,
                         false => {
                             let file = self.storage.name(&place.manifest());
-                            finding::note(Damage::new(file, "it is missing"), &mut damage);
+                            damage.push(Damage::new(file, "it is missing"));
                             catalog.places.pop();
                         }
                     }
                 }
                 // An older version is better than none, and the damage is told.
                 Err(StoreError::Damaged(found)) => {
-                    finding::note(found, &mut damage);
+                    damage.push(found);
                     catalog.places.pop();
                 }
                 // The model came with a version that is damaged, or its name is mistyped.

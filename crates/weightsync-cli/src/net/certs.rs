@@ -6,6 +6,7 @@ use weightsync_link::tls::{CertificateRequest, make};
 
 use crate::SUCCESS;
 use crate::output::print;
+use crate::words::counted;
 
 /// What `certs` is asked for.
 #[derive(clap::Subcommand)]
@@ -37,9 +38,10 @@ pub fn run(args: &CertsArgs) -> Result<u8, Box<dyn Error>> {
         text += &format!("{}\n", file.display());
     }
     text += &format!(
-        "They hold for {days} days. Each part needs its own file alone: tls={0} at the trainer, \
-         --tls {0} of a command, or WEIGHTSYNC_TLS_DIR={0}.\n",
-        out.display()
+        "They hold for {}. Each part needs its own file alone: tls={out} at the trainer, \
+         --tls {out} of a command, or WEIGHTSYNC_TLS_DIR={out}.\n",
+        counted(*days as usize, "day"),
+        out = out.display()
     );
     print(&text)?;
     Ok(SUCCESS)

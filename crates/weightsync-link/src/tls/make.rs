@@ -82,7 +82,7 @@ fn check_hosts(hosts: &[String]) -> Result<(), TlsError> {
     let of_part = |host: &&String| {
         CertificateRole::ALL
             .iter()
-            .any(|part| part.name() == **host)
+            .any(|part| part.name().eq_ignore_ascii_case(host.trim_end_matches('.')))
     };
     if let Some(wrong) = hosts.iter().find(of_part) {
         return Err(failed(format!(

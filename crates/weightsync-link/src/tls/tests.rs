@@ -406,11 +406,12 @@ fn files_that_are_no_certificates_are_named() {
         days: 1,
     });
     assert!(again.unwrap_err().to_string().contains("is there already"));
-    for hosts in [Vec::new(), vec!["not a name".to_owned()]] {
+    // A part's name in other letters is that name.
+    for hosts in [&[][..], &["not a name"], &["Weightsync-Worker."]] {
         let out = folder.path().join("other");
         let request = CertificateRequest {
             out: out.clone(),
-            hosts,
+            hosts: hosts.iter().map(|host| (*host).to_owned()).collect(),
             days: 1,
         };
         make(&request).unwrap_err();
@@ -439,4 +440,12 @@ fn secret_of_kubernetes_is_read() {
     let trainer = read(&folder, CertificateRole::Trainer);
     let (_, _, ends) = between(&relay, TlsPeer::Trainer("trainer"), &trainer);
     assert_eq!(ends, [Ok(()), Ok(())]);
+}
+
+/// An authority of a cluster may make certificates of servers alone.
+#[test]
+fn certificate_of_a_server_alone_is_explained() {
+    let refused = rustls::AlertDescription::UnsupportedCertificate;
+    let said = explain(&rustls::Error::AlertReceived(refused));
+    assert!(said.contains("`server auth` and `client auth`"), "{said}");
 }

@@ -246,6 +246,11 @@ fn explain_alert(alert: AlertDescription) -> String {
              part than it expects here"
                 .into()
         }
+        AlertDescription::UnsupportedCertificate => {
+            "the other end does not take this end's certificate for what it is used for here: ends \
+             connect both ways, so give it the usages `server auth` and `client auth`"
+                .into()
+        }
         AlertDescription::CertificateRequired => {
             "the other end wants a certificate of this end".into()
         }

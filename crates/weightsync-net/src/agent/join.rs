@@ -1,5 +1,6 @@
 //! How an agent joins: it finds the sender, introduces itself, and learns the sender's models.
 
+use std::fmt::Display;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -7,6 +8,7 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use weightsync_core::{Layout, Remedy, Run};
+use weightsync_engine::log_limiter;
 use weightsync_link::access::Access;
 use weightsync_link::address::host_of;
 use weightsync_link::hello::{HelloError, LinkRole};
@@ -240,7 +242,12 @@ pub(crate) async fn dial(
             Err(DialError::Hello(error)) if is_final(&error) => {
                 return Err(StartError::Refused(error));
             }
-            Err(error) => error,
+            Err(error) => {
+                if let DialError::Hello(error @ HelloError::Tls { .. }) = &error {
+                    note_untrusted(&address, error);
+                }
+                error
+            }
         };
         let reach = match &error {
             DialError::Failed(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
@@ -252,6 +259,13 @@ pub(crate) async fn dial(
         last = StartError::Unreachable(reach, format!("{address}: {error}"));
     }
     Err(last)
+}
+
+/// Logs that certificates keep this end out, which tries again until they are others.
+pub(crate) fn note_untrusted(address: &dyn Display, error: &HelloError) {
+    log_limiter::warn_rarely(&format!(
+        "no encrypted connection to {address}: {error}; this end tries again"
+    ));
 }
 
 /// Whether waiting cannot turn the peer into the right sender.

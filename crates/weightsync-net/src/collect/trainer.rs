@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use tokio::runtime::Runtime;
-use weightsync_engine::{Origin, Result};
+use weightsync_engine::{Origin, Result, log_limiter};
 use weightsync_link::access::Key;
 use weightsync_link::address::listen_error;
 use weightsync_link::admission::{Admitted, ConnectionLimits, Doing};
@@ -205,7 +205,9 @@ impl WorkerSeats {
         }
         let serve = move || {
             if let Err(gone) = counted.0.serve(&socket, from, number) {
-                tracing::warn!("a worker from {from} did not join: {gone}");
+                // Without its port: it comes from another one each time that it tries again.
+                let from = from.ip();
+                log_limiter::warn_rarely(&format!("a worker from {from} did not join: {gone}"));
             }
         };
         threads::spawn("worker-link", serve).map(drop)
@@ -267,7 +269,8 @@ impl WorkerSeats {
             ToWorker::Welcome { .. } | ToWorker::Order { .. } | ToWorker::Ping => {}
         }
         write_message(socket, answer)?;
-        socket.shutdown(Shutdown::Write)?;
+        // One that has read its answer may be gone by now, which is no failure.
+        let _ = socket.shutdown(Shutdown::Write);
         // To close with bytes unread would take the answer back.
         let until = Instant::now() + HANDSHAKE;
         let (mut reads, mut unread) = (&**socket, [0; 1024]);

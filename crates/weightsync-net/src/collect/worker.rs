@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use weightsync_core::Remedy;
-use weightsync_engine::{Error, Origin, Result};
+use weightsync_engine::{Error, Origin, Result, log_limiter};
 use weightsync_link::access::{Access, Key};
 use weightsync_link::address::{host_of, resolve_all};
 use weightsync_link::frame::{FrameError, FrameKind};
@@ -17,7 +17,7 @@ use weightsync_link::hello::{HelloError, LinkRole};
 use weightsync_link::message::Message;
 use weightsync_link::stream::Stream;
 use weightsync_link::tls::{CertificateRole, TlsPeer};
-use weightsync_link::{Credentials, HANDSHAKE, blocking};
+use weightsync_link::{Credentials, HANDSHAKE, blocking, refusal};
 use weightsync_mem::left;
 use weightsync_mem::threads::{self, CondvarExt as _, LockExt as _};
 
@@ -438,6 +438,11 @@ fn connect(joining: &JoinOptions, until: Instant) -> Result<Stream> {
                         return Err(lasting);
                     }
                     reason = error.to_string();
+                    if refusal(&error).is_some_and(|(_, lasts)| lasts) {
+                        log_limiter::warn_rarely(&format!(
+                            "no encrypted connection to {address}: {reason}; this worker tries again"
+                        ));
+                    }
                     is_refused &= error.kind() == ErrorKind::ConnectionRefused;
                 }
             }

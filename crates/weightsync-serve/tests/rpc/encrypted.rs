@@ -1,10 +1,15 @@
 //! Certificates: requests of both directions go over HTTPS, and what is wrong is said at both ends.
 
+use std::fmt;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
+use std::sync::Mutex;
 use std::time::Duration;
 
+use tracing::field::Field;
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
 use weightsync_engine::{Error, Expect, InitInfo, Receiver, ReceiverSetup, Result, Sender};
 use weightsync_link::access::Access;
 use weightsync_link::tls::{CertificateRequest, CertificateRole, Tls, make};
@@ -57,6 +62,46 @@ fn worker(info: InitInfo, access: Access, patience: Duration) -> Result<Receiver
     setup.connect(Some(patience))
 }
 
+/// What this process logs.
+struct Lines;
+
+static LINES: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+impl Lines {
+    /// Of a worker that tries this address again.
+    fn of(address: &str) -> Vec<String> {
+        let mut lines = LINES.lock().expect("the lines").clone();
+        lines.retain(|line| line.contains(address) && line.contains("tries again"));
+        lines
+    }
+}
+
+impl Subscriber for Lines {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= Level::WARN
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut text = String::new();
+        event.record(&mut |_: &Field, value: &dyn fmt::Debug| {
+            text = format!("{value:?}");
+        });
+        LINES.lock().expect("the lines").push(text);
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
 #[test]
 fn versions_go_over_https_with_certificates() {
     let folder = pki();
@@ -90,6 +135,8 @@ fn a_plain_request_is_told_to_use_https() {
 
 #[test]
 fn a_wrong_certificate_is_said_in_one_line() {
+    // The first of this process: no other test needs one.
+    tracing::subscriber::set_global_default(Lines).expect("there is no other");
     let (folder, other) = (pki(), pki());
     let trainer = || access(folder.path(), CertificateRole::Trainer);
     let plain = Access::default;
@@ -113,8 +160,15 @@ fn a_wrong_certificate_is_said_in_one_line() {
         ),
     ] {
         let sender = sender(of_sender);
+        let (address, _) = parts(&sender.init_info());
         let error = worker(sender.init_info(), of_worker, REFUSED).unwrap_err();
         assert!(matches!(error, Error::Denied { .. }), "{error:?}");
+        // It tries for as long as it is told to, which may be for ever, and so says why at once.
+        let logged = Lines::of(&address);
+        assert!(
+            matches!(&logged[..], [line] if line.contains(said)),
+            "{said}: {logged:?}"
+        );
         let error = error.to_string();
         assert!(error.contains(said), "{said}: {error}");
         assert!(!error.contains('\n'), "{error}");

@@ -4,7 +4,8 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, SystemTime};
 
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
@@ -21,11 +22,16 @@ use crate::http::get;
 use crate::world::{Exploring, Training, long, style};
 
 fn pki(host: &str) -> tempfile::TempDir {
+    pki_for(host, 2)
+}
+
+/// With certificates that hold for so many days from now.
+fn pki_for(host: &str, days: u32) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let request = CertificateRequest {
         out: folder.path().to_owned(),
         hosts: vec![host.into()],
-        days: 2,
+        days,
     };
     make(&request).unwrap();
     folder
@@ -112,6 +118,16 @@ fn a_party_names_what_is_wrong_with_its_certificates() {
     let there = served(elsewhere.path());
     let error = join(&there, access(elsewhere.path(), CertificateRole::Worker));
     assert!(error.contains("is not for 127.0.0.1"), "{error}");
+    // No certificate is renewed because somebody waits for it.
+    let expired = pki_for("127.0.0.1", 0);
+    let late = served(expired.path());
+    let tls = Tls::read(expired.path(), CertificateRole::Trainer).unwrap();
+    // They hold to the end of the second in which they were made.
+    while SystemTime::now() < tls.expires() + Duration::from_secs(1) {
+        thread::yield_now();
+    }
+    let error = join(&late, access(expired.path(), CertificateRole::Worker));
+    assert!(error.contains("has expired"), "{error}");
 }
 
 /// A client that trusts the authority, with the certificate of a part or, as a browser, with none.

@@ -11,7 +11,7 @@ use crate::anchor;
 use crate::error::{Damage, Result, StoreError};
 use crate::format::{Stored, is_version_name};
 use crate::retention::Keep;
-use crate::store::{ModelVersion, Store, Which};
+use crate::store::{ModelVersion, Store, Which, once};
 use crate::writer::{SaveOptions, Saved, Writer};
 
 /// The name of a model that nobody has named.
@@ -240,8 +240,8 @@ fn unnumbered(model: &ModelId, checkpoint: &Checkpoint) -> Result<Snapshot> {
 /// What a writer has found damaged, and then what else was damaged before.
 fn together(found: &[Damage], before: Vec<Damage>) -> Vec<Damage> {
     let mut all = found.to_vec();
-    all.extend(before.into_iter().filter(|one| !found.contains(one)));
-    all
+    all.extend(before);
+    once(all)
 }
 
 /// The same weights as a version of a run.

@@ -1,5 +1,7 @@
 //! Which version of the store has a version of a model.
 
+use std::collections::HashSet;
+
 use weightsync_core::Version;
 
 use super::{ModelVersion, Store};
@@ -13,7 +15,7 @@ impl Store {
     /// model only grow, so half of those that are left are passed over at each step.
     pub(crate) fn find(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<VersionKey> {
         let places = &catalog.places;
-        let told = &mut Vec::new();
+        let told = &mut HashSet::new();
         // The store has the model, or says what it has.
         self.newest(catalog, asked, told)?;
         let mut found = None;
@@ -57,7 +59,7 @@ impl Store {
         catalog: &Catalog,
         asked: &ModelVersion,
     ) -> Result<VersionKey> {
-        let told = &mut Vec::new();
+        let told = &mut HashSet::new();
         match self.newest(catalog, asked, told)? {
             Some((place, got)) if got >= asked.version => Ok(place),
             _ => Err(self.no_such_version(catalog, asked, told)?),
@@ -69,7 +71,7 @@ impl Store {
         &self,
         catalog: &Catalog,
         asked: &ModelVersion,
-        told: &mut Vec<Damage>,
+        told: &mut HashSet<Damage>,
     ) -> Result<Option<(VersionKey, Version)>> {
         for &place in catalog.places.iter().rev() {
             if let Some(manifest) = self.readable(place, told)? {
@@ -80,12 +82,15 @@ impl Store {
     }
 
     /// The manifest of a place, if it is there and whole. Damage is logged once for a call.
-    fn readable(&self, place: VersionKey, told: &mut Vec<Damage>) -> Result<Option<StoreManifest>> {
+    fn readable(
+        &self,
+        place: VersionKey,
+        told: &mut HashSet<Damage>,
+    ) -> Result<Option<StoreManifest>> {
         match catalog::manifest(self.storage(), place) {
             Err(StoreError::Damaged(damage)) => {
-                if !told.contains(&damage) {
+                if told.insert(damage.clone()) {
                     tracing::warn!("{damage}");
-                    told.push(damage);
                 }
                 Ok(None)
             }
@@ -103,7 +108,7 @@ impl Store {
         &self,
         catalog: &Catalog,
         asked: &ModelVersion,
-        told: &mut Vec<Damage>,
+        told: &mut HashSet<Damage>,
     ) -> Result<StoreError> {
         /// As many as the message names.
         const MOST: usize = 8;
@@ -122,11 +127,11 @@ impl Store {
     }
 }
 
-/// Notes damage: what several versions need is damaged once.
-pub(crate) fn note(found: Damage, damage: &mut Vec<Damage>) {
-    if !damage.contains(&found) {
-        damage.push(found);
-    }
+/// The same damage, each once and where it was found first: what several versions need is damaged once.
+pub(crate) fn once(mut damage: Vec<Damage>) -> Vec<Damage> {
+    let mut known = HashSet::new();
+    damage.retain(|found| known.insert(found.clone()));
+    damage
 }
 
 /// Logs what was damaged on the way to a version that was read. The first `known` are of the store, the

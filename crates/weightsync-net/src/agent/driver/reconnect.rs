@@ -10,7 +10,7 @@ use weightsync_link::hello::HelloError;
 use weightsync_mem::Ending;
 
 use super::{Driver, DriverEvent};
-use crate::agent::join::{Before, dial, greet};
+use crate::agent::join::{Before, dial, greet, note_untrusted};
 use crate::agent::{EVENTS, StartError, Unreached, backoff};
 use crate::bulk::Connections;
 use crate::scheme::Distributed;
@@ -85,7 +85,8 @@ impl Driver {
         let (socket, root) = match dial(&self.options.root, &self.credentials).await {
             Ok(reached) => reached,
             // Certificates are renewed at one end after the other.
-            Err(StartError::Refused(HelloError::Tls { .. })) => {
+            Err(StartError::Refused(error @ HelloError::Tls { .. })) => {
+                note_untrusted(&self.options.root, &error);
                 return Err(ReconnectError::Unreachable);
             }
             // Another program has the sender's address: one with another secret, or one that is no

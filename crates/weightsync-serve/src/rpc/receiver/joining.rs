@@ -12,7 +12,7 @@ use tokio::time::sleep;
 use weightsync_engine::transport::{
     Backoff, Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt, left, passed,
 };
-use weightsync_engine::{Epoch, Error, ModelId, Result, Run};
+use weightsync_engine::{Epoch, Error, ModelId, Result, Run, log_limiter};
 use weightsync_link::access::Access;
 use weightsync_link::address::listen_error;
 use weightsync_link::tls::ClientAuth;
@@ -232,6 +232,9 @@ pub(super) fn join(
         };
         if not_in.is_final(at) || passed(deadline) {
             return Err(not_in.into_error(at, sender, since, joining.seen));
+        }
+        if let JoinFailure::Untrusted(why) = &not_in {
+            log_limiter::warn_rarely(&format!("{why}; this worker tries again"));
         }
         let pause = pauses.after(&not_in);
         // Only the attempt just before the deadline lends its reason.

@@ -40,7 +40,7 @@ impl Caller {
                  trainer.pem (WEIGHTSYNC_TLS_DIR)"
             ),
             (None, _) => format!(
-                "expected a certificate of a {role}, got none that says what its owner is: give this \
+                "the certificate of this {role} is missing, or does not say what its owner is: give this \
                  process one of `weightsync certs new` (WEIGHTSYNC_TLS_DIR); without it the token lets \
                  a client read, and nothing else"
             ),
