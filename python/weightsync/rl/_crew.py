@@ -280,13 +280,14 @@ class Process(_Local):
     def __init__(self, start: Start) -> None:
         with _Handed() as handed:
             settings = memory_file(_surroundings() + given_to_worker(start, handed))
+            handed.fds.append(settings)
             super().__init__()
             watched, self._lifeline = os.pipe()
             try:
-                fds = (self.theirs.fileno(), watched, settings)
-                command = [sys.executable, "-P", "-c", _PROGRAM, *map(str, fds)]
+                own = (self.theirs.fileno(), watched)
+                command = [sys.executable, "-P", "-c", _PROGRAM, *map(str, (*own, settings))]
                 self.process = subprocess.Popen(
-                    command, pass_fds=(*fds, *handed.fds), stdin=subprocess.DEVNULL
+                    command, pass_fds=(*own, *handed.fds), stdin=subprocess.DEVNULL
                 )
             except BaseException:
                 os.close(self._lifeline)
@@ -295,7 +296,6 @@ class Process(_Local):
             finally:
                 self.theirs.close()
                 os.close(watched)
-                os.close(settings)
         try:
             self._pidfd = os.pidfd_open(self.process.pid)
         except BaseException:
@@ -452,7 +452,7 @@ class _Handed:
     ``EnvCreator`` of TorchRL has all environments share their statistics.
 
     Attributes:
-        fds: descriptors that the process takes over, by the same numbers.
+        fds: descriptors that the process takes over, by the same numbers. They are closed here.
     """
 
     def __init__(self) -> None:
